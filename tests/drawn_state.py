@@ -23,7 +23,10 @@ def drawn_variables(weights: NestedDict, seed: int = 0) -> NestedDict:
       drawn = np.random.default_rng(seed + 1).integers(low, high, weight.full_shape, dtype.dtype)
       return np.where(drawn == 127, 126, drawn).astype(dtype.dtype)  # 127 is NaN in e4m3.
     if isinstance(weight.init, JointInit):
-      size = {'scale': 0.01, 'tensor_scale': 1e-4}.get(path[-1].partition('_quantized_')[2], 0.1)
+      kind = path[-1].partition('_quantized_')[2]
+      if kind == 'input_range':
+        return np.full(weight.full_shape, 1.5, weight.as_struct().dtype)
+      size = {'scale': 0.01, 'tensor_scale': 1e-4}.get(kind, 0.1)
       return np.asarray(size * rng.standard_normal(weight.full_shape), weight.as_struct().dtype)
     start = weight.init.scale if weight.init.method == 'constant' else 0.0
     drawn = start + 0.1 * rng.standard_normal(weight.full_shape)

@@ -36,10 +36,13 @@ def _run(values: flags.FlagValues) -> int:
       'add --format, or leave it out'
     )
   calibration = None
-  if values.method != 'nearest':
-    calibration = Calibration(values.method, values.calibration_batches, values.calibration_dataset)
+  if values.method != 'nearest' or values.input_percentile is not None:
+    data = values.calibration_batches, values.calibration_dataset
+    calibration = Calibration(values.method, *data, values.input_percentile)
   elif unused := [f'--{name}' for name in _OF_CALIBRATION if values[name].present]:
-    raise UserError(f'{", ".join(unused)}: rounding to nearest reads no data; add --method, or leave it out')
+    raise UserError(
+      f'{", ".join(unused)}: rounding to nearest reads no data; add --method or --input_percentile, or leave it out'
+    )
   for line in quantize_run(config, job_log_dir, values.out, *rules, step=values.step, calibration=calibration):
     print(line, flush=True)
   return 0
@@ -71,7 +74,9 @@ def _flags() -> CommandFlags:
   )
   how = 'How values are chosen: rounded to nearest, or by data: GPTQ, AWQ, or SmoothQuant for inputs in int8.'
   values.add_choice('method', how, ['nearest', 'gptq', 'awq', 'smooth'], 'gptq', 'nearest')
-  values.add_integer('calibration_batches', 'Batches of data that gptq, awq and smooth read.', 32, 16, least=1)
+  fixed = 'Inputs in int8 get a fixed range, which covers this percentage of the data; by default each row has its own.'
+  values.add_number('input_percentile', fixed, '99.9')
+  values.add_integer('calibration_batches', 'Batches of data that are read.', 32, 16, least=1)
   values.add_text(
     'calibration_dataset', 'Dataset of the run that they read; by default the training data.', 'validation'
   )

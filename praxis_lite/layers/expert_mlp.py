@@ -13,20 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.layers.activations import get_activation
-
-
-class RowProduct(Protocol):
-  """Multiplies the rows of each expert by its weights."""
-
-  def __call__(self, rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
-    """Returns [..., O] for rows [..., I], weights [E, I, O] and biases [E, O], if given."""
+from praxis_lite.layers.int8 import RowProduct, multiply_experts_in_int8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +30,8 @@ class ExpertMlp:
   gated: bool = True
   hidden_limit: float | None = None
   up_offset: float = 0.0
+  matmul: str = 'fprop'
+  hidden_axes: tuple[str, ...] = ()  # Inside `shard_map`, the mesh axes that split F.
 
   def __call__(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array) -> jax.Array:
     """Returns the outputs of experts, [..., D].
@@ -64,4 +59,7 @@ class ExpertMlp:
 
   def multiply(self, weights: Mapping[str, jax.Array], product: RowProduct, rows: jax.Array, name: str) -> jax.Array:
     """Returns the products of rows with the weights of this name, with their biases if they have any."""
-    return product(rows, weights[name], weights.get(f'{name}_bias'))
+    w, biases = weights[name], weights.get(f'{name}_bias')
+    if self.matmul == 'fprop':
+      return product(rows, w, biases)
+    return multiply_experts_in_int8(rows, w, biases, product, self.hidden_axes if name == 'down' else ())

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.dispatch import DispatchPlan, capacity_plan, combine, dispatch, sorted_plan
-from praxis_lite.layers.expert_mlp import RowProduct
 from praxis_lite.layers.grouped_matmul import grouped_matmul
+from praxis_lite.layers.int8 import RowProduct
 from praxis_lite.layers.precision import to_sum_dtype
 from praxis_lite.layers.routing import TokenChoice
 from praxis_lite.sharding.constraints import with_sharding_constraint
@@ -91,15 +91,26 @@ class DeviceExperts(NamedTuple):
 
   def grouped_product(self, sizes: jax.Array) -> RowProduct:
     """Returns the function that multiplies rows [M, I], sorted by expert; `sizes` are the rows of each expert."""
+    return _GroupedProduct(sizes, self.grouped_matmul, self.stage_axes)
 
-    def product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
-      outputs = grouped_matmul(rows, weights, sizes, self.grouped_matmul, self.stage_axes)
-      if biases is None:
-        return outputs
-      expert_of_row = jnp.sum(jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes), axis=1)
-      return outputs + biases.at[expert_of_row].get(mode='fill', fill_value=0, indices_are_sorted=True)
 
-    return product
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['sizes'], meta_fields=['method', 'stage_axes'])
+@dataclasses.dataclass(frozen=True)
+class _GroupedProduct:
+  """A `RowProduct` for rows [M, I] that are sorted by expert."""
+
+  sizes: jax.Array  # The number of rows of each expert.
+  method: str
+  stage_axes: tuple[str, ...]
+
+  def __call__(self, rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
+    outputs = grouped_matmul(rows, weights, self.sizes, self.method, self.stage_axes)
+    return outputs if biases is None else outputs + self.spread(biases, rows)
+
+  def spread(self, x_EO: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the entries of each row's expert, [M, O], and zeros for rows after the last expert."""
+    expert_of_row = jnp.sum(jnp.arange(len(rows))[:, None] >= jnp.cumsum(self.sizes), axis=1)
+    return x_EO.at[expert_of_row].get(mode='fill', fill_value=0, indices_are_sorted=True)
 
 
 def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array, experts: DeviceExperts) -> jax.Array:
@@ -186,10 +197,21 @@ def keep_on_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   return jnp.where(jax.lax.axis_index(axes) == 0, x, 0)
 
 
-def batched_product(rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
+@jax.tree_util.register_static
+class _BatchedProduct:
   """A `RowProduct` for rows [E, R, I] and weights [E, I, O]: returns [E, R, O]."""
-  outputs = jnp.einsum('eri,eio->ero', rows, weights)
-  return outputs if biases is None else outputs + biases[:, None]
+
+  def __call__(self, rows: jax.Array, weights: jax.Array, biases: jax.Array | None = None) -> jax.Array:
+    sums = jnp.int32 if rows.dtype == weights.dtype == jnp.int8 else None
+    outputs = jnp.einsum('eri,eio->ero', rows, weights, preferred_element_type=sums)
+    return outputs if biases is None else outputs + self.spread(biases, rows)
+
+  def spread(self, x_EO: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns [E, 1, O]."""
+    return x_EO[:, None]
+
+
+batched_product = _BatchedProduct()
 
 
 def _scale(slots: jax.Array, weights: jax.Array) -> jax.Array:

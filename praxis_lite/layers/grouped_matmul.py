@@ -142,7 +142,8 @@ def grouped_matmul(
 ) -> jax.Array:
   """Returns [M, N]: the rows of each group multiplied by its weights; zeros for rows after the last group.
 
-  Both operands have gradients. Sums are float32, or float64 for float64 operands.
+  Both operands have gradients. Sums are float32, or float64 for float64 operands. If both are int8, sums and result are
+  int32, without gradients.
 
   Args:
     rows_MK: floats; one group after the other.
@@ -162,14 +163,23 @@ def grouped_matmul(
   case = ProductCase(dtype, rows_MK.shape[0], tuple(axis for axis in unmapped if axis not in stage_axes))
   method = choose_grouped_matmul(implementation, case=case).name
   if method == 'xla' or export.is_symbolic_dim(rows_MK.shape[0]):  # Sizes of blocks depend on the number of rows.
-    return jax.lax.ragged_dot(rows_MK, weights_GKN, sizes_G)
+    return jax.lax.ragged_dot(rows_MK, weights_GKN, sizes_G, preferred_element_type=_result_dtype(dtype))
   if not (rows_MK.size and weights_GKN.size):  # The methods below need a row and a group.
-    return jnp.zeros((rows_MK.shape[0], weights_GKN.shape[2]), dtype)
+    return jnp.zeros((rows_MK.shape[0], weights_GKN.shape[2]), _result_dtype(dtype))
   method = 'blocks' if len(sizes_G) == 1 else method  # One group is a plain product.
   limits = _ROWS_OF_BLOCKS.get(platform(), _ROWS_OF_OTHER_BLOCKS)
   form = _Form(method, *limits, platform() != 'cpu', stage_axes=stage_axes)
   out_VMN = _multiply(rows_MK[None], weights_GKN[None], sizes_G[None], form)
   return checkpoint_name(out_VMN[0], GROUPED_PRODUCT)
+
+
+def _result_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+  """Returns the dtype of a product of operands with this dtype."""
+  return jnp.dtype(jnp.int32 if dtype == jnp.int8 else dtype)
+
+
+def _dtype_of_sums(x: jax.Array) -> jnp.dtype:
+  return jnp.dtype(jnp.int32) if x.dtype == jnp.int8 else sum_dtype(x)
 
 
 class _Block(NamedTuple):
@@ -261,14 +271,14 @@ def _run_multiply(rows_VMK: jax.Array, weights_VGKN: jax.Array, sizes_VG: jax.Ar
   weights = weights_VGKN.reshape(-1, *weights_VGKN.shape[2:])
   summed, N = (1, weights.shape[1]) if form.transposed else (0, weights.shape[2])
   groups = _Groups.make(sizes_VG, M, form)
-  rows, init = rows_VMK.reshape(-1, K), jnp.zeros((V * M, N), rows_VMK.dtype)
+  rows, init = rows_VMK.reshape(-1, K), jnp.zeros((V * M, N), _result_dtype(rows_VMK.dtype))
 
   def weights_of(group: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
 
   def fill(block: _Block, w: jax.Array, out: jax.Array) -> jax.Array:
     x, before = (jax.lax.dynamic_slice_in_dim(array, block.start, block.rows) for array in (rows, out))
-    y = jax.lax.dot_general(x, w, (((1,), (summed,)), ((), ())), preferred_element_type=sum_dtype(x))
+    y = jax.lax.dot_general(x, w, (((1,), (summed,)), ((), ())), preferred_element_type=_dtype_of_sums(x))
     y = jnp.where(block.belongs(), y.astype(out.dtype), before)
     return jax.lax.dynamic_update_slice_in_dim(out, y, block.start, 0)
 
@@ -324,7 +334,7 @@ def _keep_rows(rows_VMK: jax.Array, sizes_V1: jax.Array) -> jax.Array:
 
 
 def _multiply_all(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:
-  return jnp.einsum(dims, left, right, preferred_element_type=sum_dtype(left)).astype(left.dtype)
+  return jnp.einsum(dims, left, right, preferred_element_type=_dtype_of_sums(left)).astype(_result_dtype(left.dtype))
 
 
 def _run_each(kernel: Callable[..., jax.Array], *arrays_V: jax.Array) -> jax.Array:

@@ -24,7 +24,8 @@ from praxis_lite.common.errors import ConfigError, check_range
 from praxis_lite.common.trees import NestedDict, Path, leaves, nest
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.embeddings import Embedding
-from praxis_lite.layers.expert_mlp import ExpertMlp, RowProduct
+from praxis_lite.layers.expert_mlp import ExpertMlp
+from praxis_lite.layers.int8 import RowProduct
 from praxis_lite.layers.layer_patterns import LayerPatterns
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.low_rank import A_INIT, LowRankUpdate, derived_split, scaled_product, split_update
@@ -257,7 +258,7 @@ class LoraMoeFeedForward(MoeFeedForward, AdaptedLayer):
     mlp = super()._mlp()
     if self.surroundings.without_adapters:
       return mlp
-    return _LoraExpertMlp(mlp.activation, mlp.gated, mlp.hidden_limit, mlp.up_offset, self.lora_scale)
+    return _LoraExpertMlp(**vars(mlp), scale=self.lora_scale)
 
   @property
   def update_scale(self) -> float:

@@ -55,6 +55,7 @@ from praxis_lite.layers.experts import (
 )
 from praxis_lite.layers.feedforward import FeedForward, FeedForwardWeightSplit, GatedFeedForward
 from praxis_lite.layers.grouped_matmul import IMPLEMENTATIONS, ProductCase, choose_grouped_matmul
+from praxis_lite.layers.int8 import MOST_SUMMED
 from praxis_lite.layers.linears import Linear, bias_weight
 from praxis_lite.layers.routing import (
   Router,
@@ -121,6 +122,8 @@ class MoeFeedForward(Layer):
       device, so that no choice is dropped when small batches are decoded.
     grouped_matmul: for 'dropless': how the rows of experts are multiplied, 'auto', 'blocks', 'triton' or
       'xla'; see `choose_grouped_matmul`.
+    matmul: how experts multiply: 'fprop', or 'int8', with rows and weights rounded to int8; see `int8.py`. The shared
+      experts have the `matmul` of their own linear layers.
     num_shared_experts: hidden dims of the child `shared`, which all tokens use, in multiples of F; 0 disables it.
     shared_tpl: template of the child `shared`.
     shared_expert_gate: whether the output of the shared experts is multiplied by a sigmoid for each token, computed by
@@ -147,6 +150,7 @@ class MoeFeedForward(Layer):
   expert_axis: str | tuple[str, ...] | None = None
   exchange_factor: float | None = None
   grouped_matmul: str = 'auto'
+  matmul: str = 'fprop'
   num_shared_experts: int = 0
   shared_tpl: Config = template(GatedFeedForward)
   shared_expert_gate: bool = False
@@ -233,7 +237,7 @@ class MoeFeedForward(Layer):
     split_by_compiler = tuple(
       axis for axis in sizes if axis not in {*self._split(sizes).axes, *self._stage_axes(sizes)}
     )
-    case = ProductCase(self.fprop_dtype, unmapped=split_by_compiler)
+    case = ProductCase(jnp.int8 if self.matmul == 'int8' else self.fprop_dtype, unmapped=split_by_compiler)
     name, reason = choose_grouped_matmul(self.grouped_matmul, f'{self.path_name}.grouped_matmul', case)
     return f'products of experts by {name!r} on {platform()}: {reason}'
 
@@ -273,8 +277,11 @@ class MoeFeedForward(Layer):
     get_activation(self.activation, f'{self.path_name}.activation')
     check_choice(f'{self.path_name}.dispatch', self.dispatch, ('dropless', 'capacity'))
     check_choice(f'{self.path_name}.grouped_matmul', self.grouped_matmul, IMPLEMENTATIONS)
+    check_choice(f'{self.path_name}.matmul', self.matmul, ('fprop', 'int8'))
     E, K = self.num_experts, self.num_experts_per_token
     self._check_range('num_experts', least=1)
+    if self.matmul == 'int8':
+      self._check_range('input_dims', 'hidden_dims', below=MOST_SUMMED + 1)
     self._check_range('num_shared_experts', least=0)
     self._check_range('capacity_factor', 'exchange_factor', 'hidden_limit', above=0)
     for field, default in (('hidden_limit', None), ('up_offset', 0)):
@@ -376,7 +383,7 @@ class MoeFeedForward(Layer):
     if split.tensor and self.use_bias:
       weights['down_bias'] = keep_on_first(weights['down_bias'], split.tensor)
     stage_axes = self._stage_axes(unmapped_axes())
-    mlp = functools.partial(self._mlp(), weights)
+    mlp = functools.partial(dataclasses.replace(self._mlp(), hidden_axes=split.tensor), weights)
     experts = DeviceExperts(mlp, num_experts, split, self.grouped_matmul, stage_axes)
     if self.router.choice == 'expert':
       out = self._expert_choice(experts, x_BTD, scores_BTE, real_BT)
@@ -385,7 +392,7 @@ class MoeFeedForward(Layer):
     return out._replace(y=sum_outputs(out.y, split.tensor)) if split.tensor else out
 
   def _mlp(self) -> ExpertMlp:
-    return ExpertMlp(self.activation, self.gated, self.hidden_limit, self.up_offset)
+    return ExpertMlp(self.activation, self.gated, self.hidden_limit, self.up_offset, self.matmul)
 
   def _rows(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
     """Returns the inputs of each expert, [B, T, E, D]: zeros for a token that the expert does not get."""

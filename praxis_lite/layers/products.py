@@ -36,7 +36,9 @@ def multiply_by_w(layer: Layer, x: jax.Array, axes: int, kind: str) -> jax.Array
     return matmul(x, layer.theta.w, axes, kind, f'{layer.path_name}.matmul')
   parts = layer._read_parts('w')
   x = stored.scale_inputs(x, parts)
-  return stored.multiply(x, parts) if kind == 'fprop' else multiply_rows_in_int8(x, parts, axes, stored.multiply)
+  if kind == 'fprop':
+    return stored.multiply(x, parts)
+  return multiply_rows_in_int8(x, parts, axes, stored.multiply, stored.input_range(parts))
 
 
 def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.Array:

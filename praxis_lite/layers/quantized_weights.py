@@ -30,13 +30,14 @@ from praxis_lite.sharding.weights import (
   is_dtype,
 )
 
-INPUT_SCALE = 'input scale'
+INPUT_SCALE, INPUT_RANGE = 'input scale', 'input range'
 SUFFIXES = {
   VALUES: '',
   SCALE: '_quantized_scale',
   ZERO: '_quantized_zp',
   TENSOR: '_quantized_tensor_scale',
   INPUT_SCALE: '_quantized_input_scale',
+  INPUT_RANGE: '_quantized_input_range',
 }
 """How the names of stored variables end, after the name of the weight; the first three as in Praxis."""
 
@@ -62,6 +63,8 @@ class QuantizedWeights(LayerPatterns):
       they get the gradient of the zero in their place, and may be kept later.
     input_scale: whether each input of a weight has a scale: its weights are multiplied by it before rounding, and the
       layer divides by it. `praxis-lite quantize --method=awq` and `--method=smooth` choose these scales.
+    input_range: whether inputs in int8 (`matmul='int8'`) have a fixed range, which `praxis-lite quantize
+      --input_percentile` finds; otherwise each row has the range of its current values.
     trained: whether the weights themselves are stored and trained, and only rounded where they are used (quantization-
       aware training, with straight-through gradients). Otherwise they are stored in few bits, and frozen.
   """
@@ -74,6 +77,7 @@ class QuantizedWeights(LayerPatterns):
   kept: tuple[int, int] | None = None
   mask_stays: bool = False
   input_scale: bool = False
+  input_range: bool = False
   trained: bool = False
 
   def __post_init__(self) -> None:
@@ -98,8 +102,15 @@ class QuantizedWeights(LayerPatterns):
       if self.percentile != 100 or np.dtype(self.scale_dtype) != np.float32:
         field = 'scale_dtype' if self.percentile == 100 else 'percentile'
         raise ConfigError(f'QuantizedWeights.{field}: {self.format} says how its scales are stored; leave it out')
-    if self.input_scale and self.trained:
-      raise ConfigError('QuantizedWeights.input_scale: weights that are trained have none; leave it False')
+    for field in ('input_scale', 'input_range'):
+      if getattr(self, field) and self.trained:
+        raise ConfigError(f'QuantizedWeights.{field}: weights that are trained have none; leave it False')
+    is_whole = self.format.startswith('int') and self.symmetric and self.group_size is None
+    if self.input_range and not is_whole:
+      raise ConfigError(
+        'QuantizedWeights.input_range: it is for integers with one scale for each output; leave out the group size and '
+        'zero points, and choose int8, int4 or int2'
+      )
     if not is_dtype(self.scale_dtype, jnp.floating):
       raise ConfigError(
         f'QuantizedWeights.scale_dtype: expected a floating dtype, such as float32, got {self.scale_dtype!r}'
@@ -119,7 +130,12 @@ class QuantizedWeights(LayerPatterns):
     form = WeightFormat(self.format, num_inputs, num_outputs, *scales, kept, self.mask_stays)
     if self.trained:
       return RoundedWeight(name, weight, form)
-    return QuantizedWeight(layer, name, weight, form, self.input_scale)
+    if self.input_range and (getattr(layer, 'matmul', '') != 'int8' or len(weight.shape) > num_inputs + num_outputs):
+      raise ConfigError(
+        f"{layer.path_name}.matmul: a fixed range of inputs is for linear layers and projections with matmul='int8'; "
+        'set it, or leave out the layer in `layers`'
+      )
+    return QuantizedWeight(layer, name, weight, form, self.input_scale, self.input_range)
 
 
 def _count_axes(weight: WeightHParams) -> tuple[int, int]:
@@ -155,6 +171,9 @@ class RoundedWeight:
   def scale_inputs(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
     return x
 
+  def input_range(self, parts: Mapping[str, jax.Array]) -> None:
+    return None
+
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
@@ -165,6 +184,7 @@ class QuantizedWeight:
   weight: WeightHParams
   format: WeightFormat
   has_input_scale: bool = False  # Whether a variable has a scale for each input, which multiplies w before rounding.
+  has_input_range: bool = False  # Whether a variable has the range of inputs in int8.
 
   @property
   def parts(self) -> dict[str, WeightHParams]:
@@ -179,18 +199,26 @@ class QuantizedWeight:
       declared[TENSOR] = self._part(TENSOR, form.tensor_scale_shape(shape), 'float32')
     if self.has_input_scale:
       declared[INPUT_SCALE] = self._part(INPUT_SCALE, form.input_scale_shape(shape), 'float32')
+    if self.has_input_range:
+      declared[INPUT_RANGE] = self._part(INPUT_RANGE, form.tensor_scale_shape(shape), 'float32')
     return {self.name_of(kind): part for kind, part in declared.items()}
 
   def store(self, w: jax.Array) -> dict[str, jax.Array]:
-    return self.name_parts(quantize(self.format, w), jnp.ones(self.format.input_scale_shape(w.shape)))
+    form = self.format
+    of_inputs = jnp.ones(form.input_scale_shape(w.shape)), jnp.ones(form.tensor_scale_shape(w.shape))
+    return self.name_parts(quantize(form, w), *of_inputs)
 
-  def name_parts(self, parts: Mapping[str, jax.Array], input_scale: jax.Array) -> dict[str, jax.Array]:
-    """Returns the arrays of a quantized weight by the names of their variables: those of `parts`, and the input scales.
+  def name_parts(
+    self, parts: Mapping[str, jax.Array], input_scale: jax.Array, input_range: jax.Array | None = None
+  ) -> dict[str, jax.Array]:
+    """Returns the arrays of a quantized weight by the names of their variables: `parts`, input scales and their range.
 
     `parts` is the result of `WeightFormat.quantize`.
     """
-    scales = {INPUT_SCALE: input_scale} if self.has_input_scale else {}
-    return {self.name_of(kind): part for kind, part in {**parts, **scales}.items()}
+    more = {INPUT_SCALE: input_scale} if self.has_input_scale else {}
+    if self.has_input_range and input_range is not None:
+      more[INPUT_RANGE] = input_range
+    return {self.name_of(kind): part for kind, part in {**parts, **more}.items()}
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
     dtype, by_kind = dtype or self.weight.dtype, self._parts_by_kind(parts)
@@ -207,6 +235,9 @@ class QuantizedWeight:
       return x
     scale = self._parts_by_kind(parts)[INPUT_SCALE]
     return (x.astype(jnp.float32) / scale.reshape(scale.shape[: self.format.num_inputs])).astype(x.dtype)
+
+  def input_range(self, parts: Mapping[str, jax.Array]) -> jax.Array | None:
+    return self._parts_by_kind(parts)[INPUT_RANGE].reshape(()) if self.has_input_range else None
 
   def _multiply(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
     return self.format.multiply(x, self._parts_by_kind(parts), self._num_last)

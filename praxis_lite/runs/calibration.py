@@ -3,10 +3,11 @@
     x    N rows of the inputs of one weight, [N, I]; for a stack of layers or for experts, one x each
     G    sum x x', [I, I]
     the sum and the maximum of |x| over the rows, [I] each
+    how many |x|, rounded to bfloat16, have each of its 2^15 values
 
 The rows are collected while the model with plain weights is evaluated on the mesh of the task, without padding.
 The methods 'awq' and 'smooth' choose scales of inputs (`layers/input_scales.py`); 'gptq' chooses values
-(`layers/gptq.py`).
+(`layers/gptq.py`); 'nearest' only finds ranges of inputs.
 
 Shapes: I inputs and O outputs of a weight, E experts; * marks any number of dimensions, and *J are those before I.
 """
@@ -18,7 +19,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +43,7 @@ from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.trained import TrainedModel
 from praxis_lite.training.taps import StepTaps, TappedParts, real_tokens
 
-METHODS = ('awq', 'gptq', 'smooth')
+METHODS = ('awq', 'gptq', 'nearest', 'smooth')
 SCALES_INPUTS = ('awq', 'smooth')
 """Methods whose rules say `input_scale=True`."""
 
@@ -56,15 +57,25 @@ class Calibration:
     num_batches: how many batches are evaluated.
     dataset: the name or number of the dataset of the run that is read, in the dataset's own order. None reads the first
       dataset for training; if there is no such dataset, the first one.
+    input_percentile: the range of inputs in int8 covers this percentage of their |x|, more than 50 and at most 100. None
+      finds no ranges, so that they follow from the current values.
   """
 
   method: str
   num_batches: int = 16
   dataset: str | int | None = None
+  input_percentile: float | None = None
 
   def __post_init__(self) -> None:
     check_choice('method', self.method, METHODS)
     check_range('calibration_batches', self.num_batches, least=1)
+    if self.input_percentile is None:
+      if self.method == 'nearest':
+        raise ConfigError('method: rounding to nearest reads data only for input_percentile; set it, or choose another')
+    elif not 50 < self.input_percentile <= 100:
+      raise ConfigError(f'input_percentile: expected a number above 50, at most 100, got {self.input_percentile}')
+    elif self.input_percentile < 100 and self.method in SCALES_INPUTS:
+      raise ConfigError(f'input_percentile: with {self.method}, only 100 is possible, got {self.input_percentile}')
 
 
 class _Point(NamedTuple):
@@ -79,12 +90,23 @@ class CalibratedWeight:
   """A weight in few bits, and statistics of its inputs in the data.
 
   Attributes:
-    inputs: 'sum_abs' and 'max_abs' [*stack, *E, I]; for 'awq' and 'gptq' also 'gram' [*stack, *E, I, I], which is G.
+    inputs: 'sum_abs' and 'max_abs' [*stack, *E, I]; for 'awq' and 'gptq' also 'gram' [*stack, *E, I, I], which is G;
+      for an `input_percentile` below 100 also 'counts' [*stack, *E, 2^15].
+    input_percentile: see `Calibration`.
   """
 
   stored: QuantizedWeight
   method: str
   inputs: Mapping[str, np.ndarray]
+  input_percentile: float | None = None
+
+  def input_range(self, index: tuple[int, ...], scale: jax.Array) -> float:
+    """Returns the range of the inputs of the weight at `index`, after division by the scales of inputs, [*J, I, *1]."""
+    if self.input_percentile in (None, 100):
+      return float(np.max(self.inputs['max_abs'][index] / np.asarray(scale).reshape(-1)))
+    counts = np.cumsum(self.inputs['counts'][index])
+    covering = np.searchsorted(counts, counts[-1] * self.input_percentile / 100)
+    return float((covering.astype(np.uint32) << 16).view(np.float32))
 
   def input_scale(
     self, forms: tuple[WeightFormat, ...], weights: Sequence[jax.Array], index: tuple[int, ...], repeats: int
@@ -133,10 +155,15 @@ def calibrate_weights(
         point, form = f'{layer.path_name}.{layer.product_weights[name]}', stored.format
         points[point] = _Point(len(stored.weight.shape) - form.num_inputs - form.num_outputs, form.num_inputs)
         stored_by_path[*layer.path[len(quantized.path) :], name] = point, stored
-  gram = calibration.method in ('awq', 'gptq')
-  sums = _sum_over_batches(model, calibration, _InputTaps(model.layer, points, with_gram=gram))
+  parts = {'gram'} if calibration.method in ('awq', 'gptq') else set()
+  if calibration.input_percentile not in (None, 100):
+    parts.add('counts')
+  sums = _sum_over_batches(model, calibration, _InputTaps(model.layer, points, parts))
+  for path, (point, stored) in stored_by_path.items():
+    if stored.has_input_range and point not in sums:
+      raise ConfigError(f'input_percentile: {path_name(path)} met no inputs; leave it out, or use other data')
   return {
-    path: CalibratedWeight(stored, calibration.method, sums[point])
+    path: CalibratedWeight(stored, calibration.method, sums[point], calibration.input_percentile)
     for path, (point, stored) in stored_by_path.items()
     if point in sums
   }
@@ -170,12 +197,12 @@ def _sum_over_batches(
 
 
 class _InputTaps(StepTaps):
-  """Taps on the inputs of weights; `with_gram` also sums products of pairs of inputs."""
+  """Taps on the inputs of weights; `parts` may name more sums: 'gram' and 'counts', see `CalibratedWeight`."""
 
-  def __init__(self, model: BaseModel, points: Mapping[str, _Point], *, with_gram: bool):
+  def __init__(self, model: BaseModel, points: Mapping[str, _Point], parts: Collection[str]):
     super().__init__([], model.abstract_init(), None)
     self.points = points
-    self._with_gram = with_gram
+    self._parts = parts
 
   def surround(
     self,
@@ -196,7 +223,7 @@ class _InputTaps(StepTaps):
       surroundings.manual_axes,
       wants_inputs=True,
       points=self.points,
-      with_gram=self._with_gram,
+      parts=self._parts,
     )
     return dataclasses.replace(surroundings, taps=taps)
 
@@ -206,7 +233,7 @@ class _SummingTaps(Taps):
   """Taps that report sums over the rows of inputs; see `_InputTaps`."""
 
   points: Mapping[str, _Point] = dataclasses.field(default_factory=dict)
-  with_gram: bool = False
+  parts: Collection[str] = ()
 
   def listen(self, frame: TappedCall, name: str, x: jax.Array) -> None:
     if not self.wanted(name):
@@ -217,14 +244,26 @@ class _SummingTaps(Taps):
     if self.seen[name]:
       return
     x = x.astype(jnp.float32) if real is None else jnp.where(real, x.astype(jnp.float32), 0)
+    is_real = jnp.broadcast_to(True if real is None else real, x.shape)
     groups, inputs = self.points[name]
     first = x.ndim - groups - inputs
-    x = x.reshape(-1, *x.shape[first : first + groups], math.prod(x.shape[first + groups :]))
+    flat = -1, *x.shape[first : first + groups], math.prod(x.shape[first + groups :])
+    x, is_real = x.reshape(flat), is_real.reshape(flat)
     sums = {'sum_abs': jnp.sum(jnp.abs(x), 0), 'max_abs': jnp.max(jnp.abs(x), 0)}
-    if self.with_gram:
+    if 'counts' in self.parts:
+      bits = jax.lax.bitcast_convert_type(jnp.abs(x).astype(jnp.bfloat16), jnp.uint16)
+      sums['counts'] = _count(bits, is_real)
+    if 'gram' in self.parts:
       sums['gram'] = jnp.einsum('n...i,n...j->...ij', x, x, precision='highest')
     for part, value in sums.items():
       frame.add_summary(raw_name(part, (), name), Summary(value, str(kind_of_part(part))))
+
+
+def _count(bits: jax.Array, is_real: jax.Array) -> jax.Array:
+  """Returns how often each number occurs, [*E, 2^15] int32, for bits and their mask, [N, *E, I]."""
+  if bits.ndim > 2:
+    return jax.vmap(_count, in_axes=1)(bits, is_real)
+  return jnp.zeros(1 << 15, jnp.int32).at[bits].add(is_real.astype(jnp.int32))
 
 
 def describe_uncalibrated(model: BaseModel, found: Mapping[Path, CalibratedWeight]) -> str:

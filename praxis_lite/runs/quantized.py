@@ -64,7 +64,9 @@ def quantize_run(
   quantized = dataclasses.replace(config, task=config.task.clone())
   given, rules = rules, rules or _rules_of_training(config.task.model)
   if calibration is not None:
-    rules = tuple(_rule_of_method(rule, calibration.method) for rule in rules)
+    rules = tuple(_rule_of_method(rule, calibration) for rule in rules)
+  elif any(rule.input_range for rule in rules):
+    raise ConfigError('QuantizedWeights.input_range: data decides it; pass a Calibration with an input_percentile')
   quantize_weights(quantized.task.model.set(quantized=()), *rules)
   if given and config.task.model.quantized:
     raise ConfigError('task.model.quantized: the run has rules for its weights already; leave out the new ones')
@@ -127,8 +129,9 @@ def describe_unquantized(model: Layer) -> list[str]:
   ]
 
 
-def _rule_of_method(rule: Config, method: str) -> Config:
-  """Returns a rule adapted to a method of calibration; raises ConfigError if they do not fit together."""
+def _rule_of_method(rule: Config, calibration: Calibration) -> Config:
+  """Returns a rule adapted to a calibration; raises ConfigError if they do not fit together."""
+  method = calibration.method
   if rule.format == 'float' or (method == 'gptq' and rule.kept is not None):
     raise ConfigError(f'method: {method} does not know which weights are kept; round to nearest, or keep all')
   if method == 'smooth' and not (rule.symmetric and rule.group_size is None and rule.format.startswith('int')):
@@ -136,7 +139,7 @@ def _rule_of_method(rule: Config, method: str) -> Config:
       'method: smooth is for integers with one scale for each output, whose inputs may be rounded too; choose int8, '
       'int4 or int2 without a group size and zero points, or choose awq or gptq'
     )
-  return rule.clone(input_scale=method in SCALES_INPUTS)
+  return rule.clone(input_scale=method in SCALES_INPUTS, input_range=calibration.input_percentile is not None)
 
 
 def _rules_of_training(model: Config) -> tuple[Config, ...]:

@@ -149,7 +149,10 @@ class _Part(StreamedArray):
     parts = (
       quantize(form, scaled, largest=largest) if self.choice is None else self.choice.quantize(scaled, index, largest)
     )
-    return np.asarray(self.stored.name_parts(parts, scale)[self.part])
+    of_inputs = None
+    if self.choice is not None and self.stored.has_input_range:
+      of_inputs = jnp.full(form.tensor_scale_shape(w.shape), self.choice.input_range(index, scale))
+    return np.asarray(self.stored.name_parts(parts, scale, of_inputs)[self.part])
 
   def _find_largest(self, index: tuple[int, ...], scale: jax.Array) -> jax.Array:
     """Returns max |w| of one weight, [*1, 1, *1], with the scales of its inputs; reads the weight in parts."""

@@ -102,6 +102,37 @@ def test_dropless_is_the_sum_over_chosen_experts(k, router, renormalize, scale):
   assert side.summaries['router/fraction_dropped'].value == 0
 
 
+def rounded(x, axis):
+  scale = np.abs(x).max(axis, keepdims=True) / 127
+  return np.round(x / np.where(scale == 0, 1, scale)) * scale
+
+
+@pytest.mark.parametrize(
+  'fields', [{}, {'grouped_matmul': 'xla'}, {'dispatch': 'capacity', 'capacity_factor': E, 'use_bias': True}]
+)
+def test_experts_in_int8(fields):
+  moe = config(num_experts_per_token=2, matmul='int8', **fields)
+  variables = drawn_variables(moe.instantiate().abstract_init())
+  y, _ = run(moe, variables)
+  choices = top_k(softmax(X @ variables['router']['w']), 2)
+  choices /= np.maximum(choices.sum(-1, keepdims=True), 1e-30)
+  expected = np.zeros_like(X)
+  for e in range(E):
+    w = {name: x[e] for name, x in variables.items() if name != 'router'}
+    gate, up = (rounded(X, -1) @ rounded(w[n], 0) + w.get(f'{n}_bias', 0) for n in ('gate', 'up'))
+    hidden = gate / (1 + np.exp(-gate)) * up
+    expected += choices[..., e : e + 1] * (rounded(hidden, -1) @ rounded(w['down'], 0) + w.get('down_bias', 0))
+  np.testing.assert_allclose(y, expected, atol=1e-2 * np.abs(expected).max())
+  assert np.abs(y - expected).mean() < 1e-4 * np.abs(expected).mean()  # Few values are near the middle of two integers.
+  in_floats = moe.clone(matmul='fprop')
+
+  def gradients(moe):
+    return jax.jit(jax.grad(lambda v: jnp.sum(jnp.sin(moe.instantiate().apply(v, X, PADDINGS)[0]))))(variables)
+
+  for found, exact in zip(jax.tree.leaves(gradients(moe)), jax.tree.leaves(gradients(in_floats)), strict=True):
+    np.testing.assert_allclose(found, exact, atol=0.05 * np.abs(exact).max())
+
+
 def test_biases_decide_who_is_chosen_and_not_with_what_weight():
   variables = {**weights(), 'router': {**weights()['router'], 'bias': np.array([0, 5, 0, 5, 0], np.float32)}}
   y, side = run(config({'bias_update_rate': 0.5}), variables)
@@ -317,6 +348,18 @@ ON_MESHES = {
     ('data', None, 'mdl'),
     ('data', None, None),
     (1, 2, 3),
+  ),
+  'in int8, F split over 3 devices': (
+    {'matmul': 'int8', 'expert_axis': 'data'},
+    ('data', None, 'mdl'),
+    ('data', None, None),
+    (1, 2, 3),
+  ),
+  'in int8, F split over 2 devices, with capacity': (
+    {'matmul': 'int8', 'dispatch': 'capacity', 'capacity_factor': 0.8, 'use_bias': True},
+    (None, 'data', 'mdl'),
+    (('replica', 'data'), None, None),
+    (2, 2, 2),
   ),
   '8 devices for 5 experts': ({'expert_axis': 'data'}, None, ('data', None, None), (1, 8, 1)),
 }

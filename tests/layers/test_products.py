@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.common.config import REQUIRED, Config
+from praxis_lite.common.errors import ConfigError
 from praxis_lite.layers import Linear, Projection, QuantizedWeights, products
 from praxis_lite.layers.int8 import int8_tensordot
 from praxis_lite.layers.products import matmul
@@ -112,6 +113,39 @@ def test_inputs_in_int8_meet_stored_integers(layer, fields):
   expected = np.round(x / of_x) * of_x @ w if keeps else by_hand(x, w)
   np.testing.assert_allclose(found, expected.sum(), atol=1e-4)
   np.testing.assert_allclose(grads, np.broadcast_to(w.sum(1), (2, 9)), atol=1e-5 if keeps else 0.05)
+
+
+def test_inputs_in_int8_with_a_fixed_range():
+  layer = Config(Projection, in_shape=(3, 3), out_shape=(5,), matmul='int8')
+  rule = Config(QuantizedWeights, format='int4', input_scale=True, input_range=True)
+  model = quantize_weights(Config(_Model, layer=layer), rule).instantiate()
+  stored, s = model.only._stored['w'], 1 + random(3, 3, 1) ** 2
+  variables = {n: v for n, v in model.init(jax.random.key(0))['only'].items() if 'input' not in n}
+  variables |= {'w_quantized_input_scale': s, 'w_quantized_input_range': np.full((1, 1, 1), 1.5, np.float32)}
+  assert {n: p.shape for n, p in stored.parts.items()} == {n: v.shape for n, v in variables.items()}
+  w = np.asarray(stored.read(variables, None)).reshape(9, 5)
+  x = 2 * random(4, 9)
+  x[0, 0], x[1], x[2, 3] = 100, 0, np.nan
+  found, transpose = jax.vjp(lambda x: model.only.apply(variables, x.reshape(4, 3, 3))[0], x)
+  s = s.reshape(9)
+  q = np.clip(np.round(x / s / (1.5 / 127)), -127, 127)
+  np.testing.assert_allclose(found, q * (1.5 / 127) * s @ w, atol=1e-4)
+  assert np.isnan(found[2]).all() and (found[1] == 0).all()
+  np.testing.assert_allclose(transpose(jnp.ones((4, 5)))[0], np.broadcast_to(w.sum(1), (4, 9)), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  'rule, text',
+  [
+    ({'group_size': 3}, 'input_range: it is for integers with one scale for each output'),
+    ({'format': 'nf4'}, 'input_range: it is for integers'),
+    ({'trained': True}, 'input_range: weights that are trained have none'),
+    ({}, "only.matmul: a fixed range of inputs is for .* with matmul='int8'"),
+  ],
+)
+def test_fixed_ranges_that_are_not_valid(rule, text):
+  with pytest.raises(ConfigError, match=text):
+    quantize_weights(Config(_Model, layer=LAYERS[0]), Config(QuantizedWeights, input_range=True, **rule)).instantiate()
 
 
 @pytest.mark.parametrize(

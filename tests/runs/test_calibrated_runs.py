@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -99,6 +102,31 @@ def test_a_run_that_is_made_with_data_is_nearer_to_its_model(run, tmp_path, meth
     np.testing.assert_allclose(variables[path].read(whole_box(value.shape)), value, atol=1e-6)
 
 
+@pytest.mark.slow_cases
+@pytest.mark.parametrize('percentile', [90.0, 100.0])
+def test_ranges_of_inputs_cover_a_percentage_of_the_data(run, tmp_path, percentile):
+  config = dataclasses.replace(run.config, task=run.config.task.clone())
+  config.task.model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.proj_tpl.matmul = 'int8'
+  rule = Config(QuantizedWeights, layers=r'.*\.(query|key|value)')
+  with pytest.raises(ConfigError, match='input_range: data decides it'):
+    quantize_run(config, run.directory, tmp_path / 'none', rule.clone(input_range=True))
+  quantize_run(config, run.directory, tmp_path / 'fixed', rule, calibration=Calibration('nearest', 2, None, percentile))
+  model, rows = run.load(), []
+  for batch in batches(run):
+    (x,) = model.tap(batch, f'{MOE.removesuffix("ff")}attention.query.in').values()
+    rows.append(np.abs(x[:, batch['weights'] > 0]))
+  rows = np.concatenate(rows, axis=1)
+  if percentile < 100:
+    rows = rows.astype(jnp.bfloat16).astype(np.float32)
+  expected = np.quantile(rows.reshape(len(rows), -1), percentile / 100, axis=1, method='inverted_cdf')
+  made = open_run(tmp_path / 'fixed').load()
+  found = made.variables['lm']['transformer']['layers']['attention']['key']['w_quantized_input_range']
+  np.testing.assert_allclose(found.reshape(-1)[0], expected[0], rtol=1e-6)  # Later layers see rounded inputs.
+  np.testing.assert_allclose(found.reshape(-1), expected, rtol=0.05)
+  losses = [model.evaluate(0)['loss'] for model in (model, made)]
+  np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
+
+
 def test_mistakes_are_named_before_anything_is_read(tmp_path):
   config = configure(MoeTiny)
   for rule, calibration, message in (
@@ -107,5 +135,11 @@ def test_mistakes_are_named_before_anything_is_read(tmp_path):
   ):
     with pytest.raises(ConfigError, match=message):
       quantize_run(config, tmp_path / 'none', tmp_path / 'out', rule, calibration=calibration)
-  with pytest.raises(ConfigError, match=r"method: .*'best'"):
-    Calibration('best')
+  for calibration, message in (
+    (('best',), "method: .*'best'"),
+    (('nearest',), 'only for input_percentile'),
+    (('gptq', 1, None, 40), 'input_percentile: expected a number above 50'),
+    (('smooth', 1, None, 99), 'input_percentile: with smooth, only 100'),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      Calibration(*calibration)

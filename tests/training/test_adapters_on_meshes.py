@@ -77,6 +77,7 @@ INT4 = Config(QuantizedWeights, format='int4', group_size=4)
 WHOLE_OUTPUTS = Config(
   QuantizedWeights, layers=(r'.*\.(query|value|out)', r'.*\.(gate|down)'), format='int4', input_scale=True
 )
+FIXED_RANGES = Config(QuantizedWeights, layers=r'.*\.(key|up)', input_range=True)
 OTHERS = (
   Config(QuantizedWeights, layers=r'.*\.ff', format='nf4', group_size=8, scale_dtype='bfloat16'),
   Config(QuantizedWeights, layers=r'.*\.(query|out)', symmetric=False),
@@ -99,7 +100,7 @@ CASES = {
   'ia3': (functools.partial(lm, use_bias=True), {}, (Config(Ia3),), of_text),
   'int4': (functools.partial(quantized, lm, INT4), {}, (Config(Lora, rank=3),), of_text),
   'integers': (
-    functools.partial(quantized, functools.partial(lm, matmul='int8'), WHOLE_OUTPUTS),
+    functools.partial(quantized, functools.partial(lm, matmul='int8'), WHOLE_OUTPUTS, FIXED_RANGES),
     {},
     (Config(Lora, rank=3),),
     of_text,

@@ -41,3 +41,6 @@ class StoredWeight(Protocol):
 
   def scale_inputs(self, x: jax.Array, parts: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the inputs [..., *I] that `multiply` takes, given the inputs of the layer."""
+
+  def input_range(self, parts: Mapping[str, jax.Array]) -> jax.Array | None:
+    """Returns the range of inputs in int8, a scalar; None if it follows from their current values."""
