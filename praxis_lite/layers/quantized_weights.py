@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from praxis_lite.sharding.weights import (
   JointInit,
   WeightHParams,
   WeightHParamsCollection,
+  WeightInit,
   init_weight,
   is_dtype,
 )
@@ -59,6 +61,11 @@ class QuantizedWeights(LayerPatterns):
     kept: (n, m), such as (2, 4): of each m neighbouring inputs of an output, only the n with the largest |w| are kept,
       and the others are 0 (structured sparsity). None keeps all. With the format 'float', for training only, kept
       weights are not rounded.
+    num_shots: with `trained` and `kept`, how often training chooses the kept weights: at the step `target_step`, and
+      then every `mask_update_interval` steps (Praxis's modes ONESHOT and FEWSHOT). Before that, all weights are kept.
+      Between, the choice stays: the other weights count as 0 and get no gradient, but keep their values. None chooses
+      at each use (TRAINING).
+    mask_update_interval, target_step: see `num_shots`; steps are counted from 0.
     mask_stays: with `trained`, whether weights that are not kept get no gradient, so that zeros stay zeros. If False,
       they get the gradient of the zero in their place, and may be kept later.
     input_scale: whether each input of a weight has a scale: its weights are multiplied by it before rounding, and the
@@ -75,6 +82,9 @@ class QuantizedWeights(LayerPatterns):
   percentile: float = 100.0
   scale_dtype: DTypeLike = 'float32'
   kept: tuple[int, int] | None = None
+  num_shots: int | None = None
+  mask_update_interval: int = 1
+  target_step: int = 0
   mask_stays: bool = False
   input_scale: bool = False
   input_range: bool = False
@@ -89,7 +99,12 @@ class QuantizedWeights(LayerPatterns):
       raise ConfigError(f'QuantizedWeights.kept: expected (n, m) with 0 < n < m, such as (2, 4), got {self.kept}')
     if self.mask_stays and (self.kept is None or not self.trained):
       raise ConfigError('QuantizedWeights.mask_stays: it is for weights with `kept` and trained=True; leave it False')
+    if self.num_shots is not None and (self.kept is None or not self.trained or self.mask_stays):
+      raise ConfigError('QuantizedWeights.num_shots: it is for weights with `kept`, trained=True and mask_stays=False')
     check_range('QuantizedWeights.group_size', self.group_size, least=1)
+    check_range('QuantizedWeights.num_shots', self.num_shots, least=1)
+    check_range('QuantizedWeights.mask_update_interval', self.mask_update_interval, least=1)
+    check_range('QuantizedWeights.target_step', self.target_step, least=0)
     if not 50 < self.percentile <= 100:
       raise ConfigError(f'QuantizedWeights.percentile: expected a number above 50, at most 100, got {self.percentile}')
     if not (self.format.startswith('int') or self.symmetric):
@@ -129,7 +144,10 @@ class QuantizedWeights(LayerPatterns):
     scales = self.group_size or BLOCKS.get(self.format), self.symmetric, self.percentile, self.scale_dtype
     form = WeightFormat(self.format, num_inputs, num_outputs, *scales, kept, self.mask_stays)
     if self.trained:
-      return RoundedWeight(name, weight, form)
+      shots = None
+      if self.num_shots is not None:
+        shots = MaskShots(self.num_shots, self.mask_update_interval, self.target_step)
+      return RoundedWeight(name, weight, form, shots)
     if self.input_range and (getattr(layer, 'matmul', '') != 'int8' or len(weight.shape) > num_inputs + num_outputs):
       raise ConfigError(
         f"{layer.path_name}.matmul: a fixed range of inputs is for linear layers and projections with matmul='int8'; "
@@ -145,6 +163,19 @@ def _count_axes(weight: WeightHParams) -> tuple[int, int]:
   return len(weight.fan_in_axes), len(weight.fan_out_axes)
 
 
+class MaskShots(NamedTuple):
+  """When training chooses the kept weights: at `first`, `first + interval`, ..., `number` times."""
+
+  number: int
+  interval: int
+  first: int
+
+  def is_due(self, step: jax.Array) -> jax.Array:
+    """Returns whether the choice is made at this step, bool."""
+    since = step - self.first
+    return (since >= 0) & (since % self.interval == 0) & (since // self.interval < self.number)
+
+
 @dataclasses.dataclass(frozen=True)
 class RoundedWeight:
   """A weight that is stored and trained as declared, and rounded or pruned where it is read; see `StoredWeight`."""
@@ -152,17 +183,50 @@ class RoundedWeight:
   name: str
   weight: WeightHParams
   format: WeightFormat
+  shots: MaskShots | None = None
+
+  @property
+  def mask_name(self) -> str:
+    """The name of the variable that is 1 for weights that are kept, and 0 for others, with `shots`."""
+    return f'{self.name}_sparsity_mask'
 
   @property
   def parts(self) -> dict[str, WeightHParams]:
-    return {self.name: self.weight}
+    if self.shots is None:
+      return {self.name: self.weight}
+    mask = dataclasses.replace(
+      self.weight,
+      dtype='uint8',
+      init=WeightInit.Constant(1.0),
+      collections=self.weight.collections | {WeightHParamsCollection.NON_TRAINABLE},
+      growth=None,
+      stands_for=0,
+    )
+    return {self.name: self.weight, self.mask_name: mask}
 
   def store(self, w: jax.Array) -> dict[str, jax.Array]:
-    return {self.name: w}
+    return {self.name: w} if self.shots is None else {self.name: w, self.mask_name: jnp.ones(w.shape, jnp.uint8)}
 
   def read(self, parts: Mapping[str, jax.Array], dtype: DTypeLike | None) -> jax.Array:
-    w = self.format.round_weight(parts[self.name])
+    form = self.format if self.shots is None else dataclasses.replace(self.format, kept=None)
+    w = form.round_weight(parts[self.name] if self.shots is None else self.prune(parts))
     return w if dtype is None else w.astype(dtype)
+
+  def prune(self, parts: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the weight with zeros for the entries that are not kept, and not rounded."""
+    w = parts[self.name]
+    return self.format.prune(w) if self.shots is None else jnp.where(parts[self.mask_name] > 0, w, 0)
+
+  def renew_mask(self, variables: Mapping[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]:
+    """Returns the mask for this step by name, given the variables of the layer; {} without `shots`."""
+    if self.shots is None:
+      return {}
+    w, mask = variables[self.name], variables[self.mask_name]
+
+    def choose() -> jax.Array:
+      return self.format.find_kept(w).astype(mask.dtype)
+
+    return {self.mask_name: jax.lax.cond(self.shots.is_due(step), choose, lambda: mask)}
 
   @property
   def multiply(self) -> None:

@@ -273,16 +273,18 @@ class WeightFormat:
 
   def prune(self, w: jax.Array) -> jax.Array:
     """Returns a weight with zeros in place of the entries that the format does not keep."""
-    if self.kept is None:
-      return w
+    return w if self.kept is None else jnp.where(self.find_kept(w), w, 0)
+
+  def find_kept(self, w: jax.Array) -> jax.Array:
+    """Returns bool in the shape of a weight: the entries that the format keeps, which must not keep all."""
+    assert self.kept is not None
     n, m = self.kept
     axis, size = self.group_axis(w.ndim), w.shape[self.group_axis(w.ndim)]
     magnitude = jnp.abs(jax.lax.stop_gradient(w).astype(jnp.float32))
     filled = jnp.pad(magnitude, [(0, -size % m if dim == axis else 0) for dim in range(w.ndim)], constant_values=-1)
     groups = filled.reshape(*w.shape[:axis], -1, m, *w.shape[axis + 1 :])
     rank = jnp.argsort(jnp.argsort(-groups, axis=axis + 1, stable=True), axis=axis + 1)
-    is_kept = jax.lax.slice_in_dim((rank < n).reshape(filled.shape), 0, size, axis=axis)
-    return jnp.where(is_kept, w, 0)
+    return jax.lax.slice_in_dim((rank < n).reshape(filled.shape), 0, size, axis=axis)
 
   # ---------------------------------------------------------------- groups
 

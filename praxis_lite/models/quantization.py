@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -12,6 +14,7 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import DataError
 from praxis_lite.common.trees import NestedDict
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.quantized_weights import RoundedWeight
 from praxis_lite.models.base import BaseModel
 
 ModelT = TypeVar('ModelT', bound=BaseModel)
@@ -99,3 +102,25 @@ def _read(layer: Layer, variables: NestedDict) -> NestedDict:
     if parts:
       plain[name] = jax.jit(form.read, static_argnums=1)(parts, form.weight.dtype)
   return plain
+
+
+def has_mask_shots(model: Layer) -> bool:
+  """Whether training chooses at some steps which weights are kept; see `QuantizedWeights.num_shots`."""
+  stored = (w for layer in model.descendants() for w in layer._stored.values())
+  return any(isinstance(w, RoundedWeight) and w.shots is not None for w in stored)
+
+
+def renew_masks(model: Layer, variables: NestedDict, step: jax.Array) -> NestedDict:
+  """Returns variables whose masks of kept weights are those of a train step; see `QuantizedWeights.num_shots`.
+
+  Args:
+    model: the built model.
+    variables: its variables, in their true shapes.
+    step: int32 scalar, the number of steps before this one.
+  """
+
+  def renew(layer: Layer, variables: NestedDict) -> NestedDict:
+    masks = [w.renew_mask(variables, step) for w in layer._stored.values() if isinstance(w, RoundedWeight)]
+    return functools.reduce(operator.or_, masks, dict(variables))
+
+  return change_variables(model, variables, renew) if has_mask_shots(model) else variables

@@ -26,7 +26,7 @@ from praxis_lite.common.trees import NestedDict, leaves, path_name, select
 from praxis_lite.layers.base import Layer
 from praxis_lite.models import quantize_weights
 from praxis_lite.runs.calibration import SCALES_INPUTS, Calibration, calibrate_weights, describe_uncalibrated
-from praxis_lite.runs.quantized_arrays import quantize_streamed
+from praxis_lite.runs.quantized_arrays import apply_masks, quantize_streamed
 from praxis_lite.runs.records.moved_files import FOLDER
 from praxis_lite.runs.records.record import write_record
 from praxis_lite.runs.records.run_config import job_directory
@@ -83,7 +83,9 @@ def quantize_run(
         restore_model(use_kept_vocabulary(config, source), source, step=step), task.model, calibration
       )
       lines = [line for line in [describe_uncalibrated(task.model, calibrated)] if line]
-    streamed = reader.streamed_variables(plain_shapes, use_ema=plain.evaluate.use_ema, step=step)
+    streamed = apply_masks(
+      plain.model, reader.streamed_variables(plain_shapes, use_ema=plain.evaluate.use_ema, step=step)
+    )
     variables = quantize_streamed(task.model, streamed, calibrated)
     directory = to_close.enter_context(job_directory(out))
     writer = to_close.enter_context(contextlib.closing(Checkpointer(directory)))
@@ -154,8 +156,12 @@ def _rules_of_training(model: Config) -> tuple[Config, ...]:
       'be left out only if the rules of the model (task.model.quantized), with which it was '
       'trained, all say trained=True'
     )
+  once = {'num_shots': None, 'mask_update_interval': 1, 'target_step': 0}
   return tuple(
-    rule.clone() if rule.format == 'float' else rule.clone(trained=False, mask_stays=False) for rule in rules
+    rule.clone(**once, mask_stays=rule.mask_stays or rule.num_shots is not None)
+    if rule.format == 'float'
+    else rule.clone(**once, trained=False, mask_stays=False)
+    for rule in rules
   )
 
 

@@ -53,6 +53,22 @@ def quantize_streamed(
   return nest(variables)
 
 
+def apply_masks(model: BaseModel, streamed: NestedDict) -> NestedDict:
+  """Returns variables without the masks that training has chosen, and with zeros for weights that these do not keep.
+
+  Args:
+    model: the instantiated model that was trained.
+    streamed: its variables, as arrays that are read in parts.
+  """
+  variables = leaves(streamed)
+  for layer in model.descendants():
+    for name, stored in layer._stored.items():
+      if isinstance(stored, RoundedWeight) and stored.shots is not None:
+        path = layer.path[len(model.path) :]
+        variables[*path, name] = _Pruned({part: variables.pop((*path, part)) for part in stored.parts}, stored)
+  return nest(variables)
+
+
 def dequantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
   """Returns the variables of the model with plain weights, as arrays that are computed when they are read.
 
@@ -216,7 +232,8 @@ class _Pruned(_OfParts):
     return self.parts[self.stored.name].dtype
 
   def _compute(self, parts: Mapping[str, jax.Array]) -> jax.Array:
-    return self.stored.format.prune(parts[self.stored.name])
+    assert isinstance(self.stored, RoundedWeight)
+    return self.stored.prune(parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

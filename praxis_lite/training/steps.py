@@ -20,6 +20,7 @@ from praxis_lite.common.weighted import WeightedScalar, WeightedScalars
 from praxis_lite.layers.base.call import SideOutputs, Summary, Surroundings
 from praxis_lite.layers.base.taps import ARRAY
 from praxis_lite.models.base import check_is_trained, checked_outputs, checked_predictions
+from praxis_lite.models.quantization import has_mask_shots, renew_masks
 from praxis_lite.sharding.batch import batch_size
 from praxis_lite.training.execution import Execution
 from praxis_lite.training.gradient_taps import Probes, make_probes, watch_gradients
@@ -91,6 +92,10 @@ def train_step_single_learner(
   """
   execution = execution or Execution()
   learner = jax_task.bind_learner()
+  if has_mask_shots(jax_task.model):
+    if jax_task.partitioning == 'shard_map':
+      raise ConfigError("task.partitioning: masks that training renews (num_shots) need 'auto'")
+    states = states.replace(mdl_vars=renew_masks(jax_task.model, states.mdl_vars, states.step))
   losses, out, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
   update = learner.update(
     *(gradients, losses, states.mdl_vars, states.opt_states, states.ema_vars, states.step),

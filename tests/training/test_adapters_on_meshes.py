@@ -85,6 +85,7 @@ OTHERS = (
   Config(QuantizedWeights, layers=r'.*\.value', format='nvfp4'),
 )
 TWO_OF_FOUR = Config(QuantizedWeights, format='float', kept=(2, 4), trained=True)
+ONE_SHOT = Config(QuantizedWeights, format='int4', kept=(2, 4), trained=True, num_shots=1)
 # Builds a model, the arguments of set_sharding, the adapters, and the batch.
 CASES = {
   'lm': (lm, {}, (EMBEDDING, Config(Lora, rank=3)), of_text),
@@ -113,6 +114,12 @@ CASES = {
   ),
   'two of four': (
     functools.partial(quantized, functools.partial(lm, EXPERTS), TWO_OF_FOUR),
+    {'expert_axis': 'data'},
+    (),
+    of_text,
+  ),
+  'one shot': (
+    functools.partial(quantized, functools.partial(lm, EXPERTS), ONE_SHOT),
     {'expert_axis': 'data'},
     (),
     of_text,
@@ -149,7 +156,7 @@ def is_adapter(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', [name for name in CASES if name != 'two of four'])
+@pytest.mark.parametrize('name', [name for name in CASES if name not in ('two of four', 'one shot')])
 def test_a_step_changes_every_adapter_and_no_bit_of_the_rest(name):
   _, before, after, slots = on_one_device(name)
   assert 0 < sum(map(is_adapter, before)) < len(before)
@@ -167,7 +174,7 @@ MESHES = [
   *((name, mesh) for name in ('dora', 'ia3') for mesh in [(1, 2, 2, 2), (2, 1, 3, 1)]),
   *(
     (name, mesh)
-    for name in ('int4', 'integers', 'experts in nf4', 'two of four')
+    for name in ('int4', 'integers', 'experts in nf4', 'two of four', 'one shot')
     for mesh in [(1, 2, 2, 2), (2, 1, 3, 1), (1, 1, 1, 3)]
   ),
 ]
@@ -194,6 +201,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
   [
     *(('lm', (2, 1, 2, 2)), ('lm', (2, 1, 3, 1)), ('experts', (2, 1, 2, 1))),
     *(('int4', (2, 1, 3, 1)), ('integers', (2, 1, 3, 1)), ('experts in nf4', (2, 1, 2, 1))),
+    ('one shot', (2, 1, 2, 1)),
   ],
 )
 def test_in_a_pipeline(name, mesh):
