@@ -17,7 +17,7 @@ from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.streamed import PART_BYTES, StreamedArray, boxes, whole_box
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
-from praxis_lite.common.trees import leaves, leaves_by_path, merge, select
+from praxis_lite.common.trees import leaves, leaves_by_path, merge, nest, node_at, select
 from praxis_lite.experiments.lm import SyntheticLmTiny
 from praxis_lite.instruments.explain.explanation import format_counts
 from praxis_lite.instruments.explain.report import parameter_table
@@ -28,6 +28,7 @@ from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.quantized import describe_unquantized, quantize_run
 from praxis_lite.runs.quantized_arrays import dequantize_streamed, quantize_streamed
 from praxis_lite.runs.records.record import read_record
+from praxis_lite.runs.shared_scales import fold_input_scales
 from praxis_lite.training import train_adapters, train_rewards
 from praxis_lite.training.experiment import configure
 from praxis_lite.training.state import TrainState
@@ -84,6 +85,27 @@ def test_weights_are_converted_part_by_part(rules, part_bytes):
 
 def _in_memory(tree):
   return {k: _in_memory(v) if isinstance(v, dict) else InMemory(np.asarray(v)) for k, v in tree.items()}
+
+
+def test_scales_of_inputs_move_into_norms_with_biases():
+  rule = Config(QuantizedWeights, layers=r'.*\.(query|key|value|up)', input_scale=True)
+  gpt2 = lm(style='gpt2', max_len=8)
+  model = quantize_weights(gpt2.clone(), rule).instantiate()
+  variables = quantize_variables(model, drawn_variables(gpt2.instantiate().abstract_init()))
+  for path, s in leaves_by_path(variables).items():
+    if path[-1].endswith('input_scale'):
+      node_at(variables, path[:-1])[path[-1]] = 1 + np.arange(36, dtype=np.float32).reshape(s.shape) / 20
+  folded = leaves(fold_input_scales(model, _in_memory(variables)))
+  folded = nest({path: x.read(whole_box(x.shape)) for path, x in folded.items()})
+  assert all(np.all(x == 1) for path, x in leaves(folded).items() if path[-1].endswith('input_scale'))
+  ids = np.arange(10).reshape(2, 5) % 7
+  logits = [jax.jit(lambda v: model.lm.apply(v, ids, method='logits')[0])(v['lm']) for v in (folded, variables)]
+  np.testing.assert_allclose(*logits, atol=2e-5)
+  one_of_two = rule.clone(layers=r'.*\.(query|key)')
+  model = quantize_weights(gpt2.clone(), one_of_two).instantiate()
+  variables = quantize_variables(model, drawn_variables(gpt2.instantiate().abstract_init()))
+  with pytest.raises(ConfigError, match=r'attention\.query\.w, .*key\.w: the scales of their inputs cannot be moved'):
+    fold_input_scales(model, _in_memory(variables))
 
 
 @pytest.mark.slow
