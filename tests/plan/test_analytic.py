@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from small_lm import LAYERS, MULTIPLIED, D, small_lm
 
-from praxis_lite.instruments.plan import plan
+from praxis_lite.instruments.plan import local_overlap, plan
 from praxis_lite.instruments.plan.compilers import pretend_cudnn_for_plans
 from praxis_lite.instruments.plan.local_program import local_program
 from praxis_lite.instruments.plan.lowering import lower_without_devices
@@ -183,6 +183,83 @@ def test_two_iterations_that_are_merged_keep_what_passes_between_them(devices, o
   assert len(between) - len(others) == kept
 
 
+def gradient_of_layers(layers, rows, n, *, split=('data',), kind='gpu', mesh=None, product=jnp.matmul):
+  """The program of the gradient of a loop over 3 blocks of `layers` products each, which recomputes each block."""
+
+  def block(x, weights):
+    for weight in weights:
+      x = jnp.tanh(product(x, weight))
+    return x, None
+
+  def loss(stack, x):
+    return jnp.square(jax.lax.scan(jax.checkpoint(block, prevent_cse=False), x, stack)[0]).sum()
+
+  stack = tuple(((3, n, n), jnp.bfloat16, (None, *split)) for _ in range(layers))
+  structs = ((rows, n), jnp.bfloat16, ('data',))
+  return lowered_program(
+    lambda x, *stack: jax.grad(loss)(stack, x),
+    structs,
+    *stack,
+    mesh=mesh or {'data': 4},
+    kind=kind,
+    on_tpu=kind == 'tpu',
+  )
+
+
+@pytest.mark.parametrize(
+  ('kind', 'mesh', 'split', 'kept'),
+  [
+    ('gpu', {'data': 4}, ('data',), 2),
+    ('tpu', {'data': 4}, ('data',), 1),
+    ('gpu', {'data': 4, 'mdl': 2}, ('mdl', 'data'), 1),  # Products are sums over `mdl`, on which work waits.
+    ('gpu', {'data': 1}, (), 1),
+  ],
+  ids=['gpu', 'tpu', 'work waits', 'one device'],
+)
+def test_gradients_of_weights_are_computed_last_so_their_operands_stay(kind, mesh, split, kept):
+  rows, n = 2**14, 64
+  peaks = [gradient_of_layers(layers, rows, n, split=split, kind=kind, mesh=mesh).peak.bytes for layers in (2, 5)]
+  one = 2 * rows * n / mesh['data']
+  assert (peaks[1] - peaks[0]) / one == pytest.approx(3 * kept, abs=0.5)
+
+
+@pytest.mark.parametrize(('moves_all', 'mapped', 'kept'), [(True, False, 4), (False, False, 0), (False, True, 2)])
+def test_iterations_keep_weights_that_the_next_gathers_and_gradients_that_it_reduces(
+  monkeypatch, moves_all, mapped, kept
+):
+  """For two layers, whose weights the backward pass needs twice: once for what it recomputes."""
+  monkeypatch.setattr(local_overlap, '_MOVES_ALL', moves_all)
+  n = 256
+
+  def product(x, weight):
+    gathered = (
+      jax.lax.all_gather(weight, 'data', tiled=True) if mapped else jax.lax.with_sharding_constraint(weight, P())
+    )
+    return x @ gathered
+
+  if mapped:
+    product = jax.shard_map(product, in_specs=(P('data'), P('data')), out_specs=P('data'), check_vma=False)
+  peak = gradient_of_layers(2, 16, n, product=product).peak
+  between = [b for b in peak.buffers if b.shape == f'bf16[{n}, {n}]' and b.defined == b.last_use == 0]
+  assert len(between) == kept
+
+
+def test_a_sum_of_which_each_device_keeps_a_part_takes_the_memory_of_the_part():
+  n = 64
+
+  def run(x, w, other):
+    part = jax.lax.with_sharding_constraint(x @ w, P('data'))
+    return jnp.sort(jnp.sort(other, axis=1) @ w, axis=1), jnp.sort(part, axis=1)
+
+  arrays = (
+    ((n, n), jnp.float32, (None, 'data')),
+    ((n, n), jnp.float32, ('data',)),
+    ((16 * n, n), jnp.float32, ('data',)),
+  )
+  program = lowered_program(run, *arrays, mesh={'data': 4})
+  assert [buffer.shape for buffer in program.peak.buffers if 'dot' in buffer.name] == ['f32[16, 64]', 'f32[256, 64]']
+
+
 def test_sums_of_the_same_array_read_it_once():
   def both(x):
     x = x.astype(jnp.float32)
@@ -202,6 +279,7 @@ def test_all_reduces_that_are_added_up_are_one():
   whole = ((64, 64), jnp.float32, ('data',))
   program = lowered_program(both, ((64, 64), jnp.float32, (None, 'data')), whole, whole, mesh={'data': 4})
   assert [c.kind for c in program.collectives] == ['all-reduce']
+  assert program.peak.bytes == 2 * 4 * 64 * 64  # The products, one of which holds the sum.
 
 
 @pytest.mark.parametrize(('size', 'gather', 'scatter'), [(5, 'all-gather', 'reduce-scatter'), (4, *['all-reduce'] * 2)])

@@ -32,6 +32,8 @@ _STORED = PRODUCTS | COLLECTIVES | LOOPS | _READS_FUSED
 _STORED |= {'stablehlo.convolution', 'stablehlo.sort', 'stablehlo.custom_call'}
 # Operations whose results are stored, but which move the same bytes as a fusion: their inputs and their results.
 _FUSIONS = {'stablehlo.concatenate', 'stablehlo.sort'}
+# Stored operations that may write into the array that they read.
+_IN_PLACE = {'sdy.all_reduce', 'stablehlo.all_reduce'}
 _VIEWS = {'stablehlo.reshape', 'stablehlo.transpose', 'stablehlo.optimization_barrier', 'sdy.all_slice'}
 _VIEWS |= {'sdy.sharding_constraint', 'stablehlo.bitcast_convert', 'stablehlo.reduce_precision'}
 _SLICES = {'stablehlo.slice', 'stablehlo.dynamic_slice'}
@@ -110,9 +112,9 @@ class BlockMemory:
   ):
     self._sizes, self._within, self._fills_in_place = sizes, within, fills_in_place
     self._reads_slices = reads_slices
-    self._values: dict[ir.Value, _Value] = {
-      argument: _Value(read={argument: sizes.bytes(argument)}) for argument in block.arguments
-    }
+    self._values: dict[ir.Value, _Value] = {}
+    for argument in block.arguments:
+      self.add_argument(argument)
     self._buffers: list[Buffer] = []
     self._inside: dict[int, Peak] = {}
     self._reused: dict[Buffer, Buffer] = {}  # Arrays that a fusion reads and may write into, and its result.
@@ -140,6 +142,10 @@ class BlockMemory:
     if op.name == 'stablehlo.while':
       self._label_filled(op)
     return moved
+
+  def add_argument(self, value: ir.Value) -> None:
+    """Records that `value` comes from outside the block, so that its memory is not counted here."""
+    self._values[value] = _Value(read={value: self._sizes.bytes(value)})
 
   def same(self, result: ir.Value, other: ir.Value) -> None:
     """Records that `result` is the same value as `other`."""
@@ -192,11 +198,11 @@ class BlockMemory:
     if result in self._returned:  # The caller of the block counts the memory of the block's results.
       return _Value((), {result: size}), moved
     name = f'{self._within}/{operation_name(op)}'
-    stored_as = result if (cast := _only_cast(op)) is None else cast.results[0]
+    stored_as = written.results[0] if (written := _only_cast(op) or _only_slice(op)) is not None else result
     size = self._sizes.bytes(stored_as)
     made = Buffer(name, self._sizes.text(stored_as) if size else '', size, self._at, self._at)
     self._buffers.append(made)
-    if not stored:
+    if not stored or op.name in _IN_PLACE:
       last = next((b for b in fused.held if b.shape == made.shape), None)
       if last is not None:
         self._reused[last] = made
@@ -241,6 +247,14 @@ def _only_cast(product: ir.Operation) -> ir.Operation | None:
     return None
   before, after = (value.type.element_type for value in (product.results[0], readers[0].results[0]))
   return readers[0] if getattr(after, 'width', 32) < getattr(before, 'width', 32) else None
+
+
+def _only_slice(reduction: ir.Operation) -> ir.Operation | None:
+  """Returns the only reader of an all-reduce if this takes each device's part of the sum; None otherwise."""
+  if reduction.name != 'sdy.all_reduce':
+    return None
+  users = [use.owner.operation for use in reduction.results[0].uses]
+  return users[0] if len(users) == 1 and users[0].name == 'sdy.all_slice' else None
 
 
 def _is_written_by_product(op: ir.Operation) -> bool:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -37,7 +37,14 @@ from praxis_lite.instruments.plan.local_memory import (
   Sizes,
   hlo_dtype_name,
 )
-from praxis_lite.instruments.plan.local_overlap import changing_state, is_joined, overlappable_collectives
+from praxis_lite.instruments.plan.local_overlap import (
+  Overlapping,
+  changing_state,
+  is_joined,
+  order_on_gpus,
+  overlapping_collectives,
+  pipelined_collectives,
+)
 from praxis_lite.instruments.plan.work import convolution_flops
 from praxis_lite.sharding.propagation import (
   count_parts,
@@ -133,14 +140,26 @@ class _Reader:
     self.unknown_loops: list[str] = []
     self._beside: set[ir.Operation] = set()
     self._loop, self._loops = 0, 0
+    self._gathered_before: set[ir.Operation] = set()
     # A flag in `xla_flags.DEFAULTS` merges two iterations, so values passed from the first to the second are live, too.
     self._merges_iterations = not on_tpu and math.prod(sizes.mesh.values()) > 1
 
-  def read(self, block: ir.Block, count: float, within: str, *, fills_in_place: bool = False) -> Peak:
-    """Adds the work of a block that runs `count` times. Returns its peak of live bytes, without its arguments."""
+  def read(
+    self,
+    block: ir.Block,
+    count: float,
+    within: str,
+    *,
+    fills_in_place: bool = False,
+    order: Sequence[ir.Operation] = (),
+  ) -> Peak:
+    """Adds the work of a block that runs `count` times. Returns its peak of live bytes, without its arguments.
+
+    `order` are its operations in the order in which they run, if this is not the order of the block.
+    """
     memory = BlockMemory(block, self._sizes, within, fills_in_place, self._on_tpu)
     communicated: dict[object, ir.Value] = {}
-    for op in (op.operation for op in block.operations):
+    for op in order or [op.operation for op in block.operations]:
       inside = Peak()
       if op.name in LOOPS:
         inside = self._read_inside(op, count, within)
@@ -158,7 +177,11 @@ class _Reader:
         communicated[key] = op.results[0]
       if op.name in COLLECTIVES:
         self.collectives += self._collective(op, count, within)
-      if moved := memory.add(op, inside):
+      if op in self._gathered_before:
+        memory.add_argument(op.results[0])
+      elif is_joined(op):
+        memory.same(op.results[0], op.operands[0])
+      elif moved := memory.add(op, inside):
         self.fusions.append(LocalOperation(f'{within}/{operation_name(op)}', count, moved, loop=self._loop))
     return memory.peak()
 
@@ -166,23 +189,40 @@ class _Reader:
     """Adds the work of an operation's regions; for a conditional, of all branches."""
     name = f'{within}/{operation_name(op)}'
     if op.name == 'stablehlo.while':
-      outside, body = self._loop, op.regions[1].blocks[0]
-      self._loops += 1
-      self._loop = self._loops
-      self._beside |= overlappable_collectives(body)
-      trips: float | None = _trip_count(op)
-      if trips is None:
-        trips = self._hidden.loop_trips(name)
-      if trips is None:
-        self.unknown_loops.append(name.strip('/'))
-      live = self.read(body, count * (1 if trips is None else trips), name, fills_in_place=UNROLLED in op.attributes)
-      self._loop = outside
-      if self._merges_iterations and UNROLLED not in op.attributes and (trips or 0) > 1:
-        passed = [value for _, value in changing_state(body)]
-        between = [Buffer(name, self._sizes.text(value), self._sizes.bytes(value), 0, 0) for value in passed]
-        live = Peak(live.bytes + sum(buffer.bytes for buffer in between), (*live.buffers, *between))
-      return live
+      return self._read_loop(op, count, name)
     return max((self.read(region.blocks[0], count, name) for region in op.regions), key=lambda peak: peak.bytes)
+
+  def _read_loop(self, op: ir.Operation, count: float, name: str) -> Peak:
+    """Adds the work of a loop's body; see `read`. `name` has the names of the loops around the body."""
+    outside, body = self._loop, op.regions[1].blocks[0]
+    self._loops += 1
+    self._loop = self._loops
+    overlapping = overlapping_collectives(body)
+    self._beside |= overlapping.all
+    trips: float | None = _trip_count(op)
+    if trips is None:
+      trips = self._hidden.loop_trips(name)
+    if trips is None:
+      self.unknown_loops.append(name.strip('/'))
+    order: list[ir.Operation] = []
+    carried: dict[ir.Value, str] = {}  # Values that XLA keeps between iterations, with their names.
+    if self._merges_iterations and UNROLLED not in op.attributes and (trips or 0) > 1:
+      order = order_on_gpus(body, overlapping, self._sizes)
+      carried = {value: name for _, value in changing_state(body)} | self._pipelined(overlapping, name)
+    times = count * (1 if trips is None else trips)
+    live = self.read(body, times, name, fills_in_place=UNROLLED in op.attributes, order=order)
+    self._loop = outside
+    between = [Buffer(by, self._sizes.text(value), self._sizes.bytes(value), 0, 0) for value, by in carried.items()]
+    return Peak(live.bytes + sum(buffer.bytes for buffer in between), (*live.buffers, *between))
+
+  def _pipelined(self, overlapping: Overlapping, within: str) -> dict[ir.Value, str]:
+    """Returns what XLA gathers in the iteration before, and what it reduces in the next one, with the names."""
+    gathers, reductions = pipelined_collectives(overlapping)
+    self._gathered_before |= gathers
+    # XLA gathers an array once, even if it is needed twice, as weights are in the backward pass.
+    once = {(op.operands[0], split_of(op.results[0], self._sizes.mesh)): op for op in gathers}
+    moved = {op.results[0]: op for op in once.values()} | {op.operands[0]: op for op in reductions}
+    return {value: f'{within}/{operation_name(op)}' for value, op in moved.items()}
 
   def _product(self, op: ir.Operation, count: float, within: str) -> LocalOperation:
     left, result = op.operands[0], op.results[0]
