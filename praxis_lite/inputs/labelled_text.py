@@ -72,6 +72,8 @@ class LabelledTextInput(TextExamplesInput):
         f'{self.label}.fields: expected the names of a text and its class, or of two texts and their class, got '
         f'{self.fields!r}'
       )
+    if len(set(self.classes or ())) < len(self.classes or ()):
+      raise ConfigError(f'{self.label}.classes: expected the name of each class once, got {self.classes!r}')
 
   @property
   def num_examples(self) -> int:

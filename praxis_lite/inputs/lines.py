@@ -60,7 +60,7 @@ def split_tsv(line: str, names: Sequence[str], expected: str = '') -> list[str]:
   """
   columns = line.split('\t')
   if len(columns) != len(names):
-    expected = expected or f'{", ".join(names)}, separated by tabs'
+    expected = expected or f'{", ".join(names)}{", separated by tabs" * (len(names) > 1)}'
     raise ValueError(f'has {number_of(len(columns), "column")}; expected {expected}')
   return columns
 

@@ -74,11 +74,16 @@ class MaskedLanguageModel(BaseModel[SoftmaxOutput]):
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `ConfigError` if an id, label, type or position is out of range.
 
-    Also raises it if a row has more than `max_places` positions to predict.
+    Also raises it if a row has more than `max_places` positions to predict, or if labels are the next tokens.
     """
     check_tokens(self.encoder, data, batch)
     check_positions_of_input(self.position_limits(), data, batch)
     weights = np.asarray(batch.get('weights', 0))
+    if 'labels' in batch and _are_next_tokens(batch['ids'], batch['labels'], weights):
+      raise ConfigError(
+        f'{data.label}: each of its labels is the next token of the row, which a {type(self).__name__} sees, so it '
+        'would learn nothing; expected labels at hidden tokens, as in the batches of MaskedTextInput'
+      )
     most = int((weights != 0).sum(axis=1).max(initial=0)) if weights.ndim == 2 else 0
     if self.max_places is not None and most > self.max_places:
       raise ConfigError(
@@ -194,6 +199,13 @@ def type_limits(encoder: TransformerEncoder) -> dict[str, IdLimit]:
     return {}
   count = encoder.token_type.num_classes
   return {'token_type_ids': IdLimit(count, f'the model has types of tokens 0 to {count - 1}', 'segment_ids')}
+
+
+def _are_next_tokens(ids_BT: np.ndarray, labels_BT: np.ndarray, weights_BT: np.ndarray) -> bool:
+  """Whether most places have a weight, and at nearly all of these the label is the id after the place."""
+  places = np.broadcast_to(weights_BT != 0, np.shape(ids_BT))[:, :-1]
+  after = np.asarray(labels_BT)[:, :-1] == np.asarray(ids_BT)[:, 1:]
+  return places.sum() > places.size / 2 and bool(after[places].mean() > 0.9)
 
 
 def check_tokens(

@@ -102,6 +102,7 @@ def test_mistakes_are_named(tmp_path):
     ({'path': 'x', 'examples': [('a', 1)]}, r'texts\.path: expected either'),
     ({'examples': [('a', 1)], 'fields': ('text',)}, r'texts\.fields: expected the names of a text and its class'),
     ({'examples': [('a', 1)], 'seq_len': 2}, r'texts\.seq_len: expected an integer of at least 3'),
+    ({'examples': [('a', 1)], 'classes': ('x', 'y', 'x')}, r'texts\.classes: expected the name of each class once'),
     ({'examples': [('a', 1)], 'pair_style': 'gpt'}, r"texts\.pair_style: expected 'bert' or 'roberta'"),
   ):
     with pytest.raises(ConfigError, match=says):
@@ -150,3 +151,9 @@ def test_a_line_that_is_no_pair_to_classify_is_named(tmp_path, file, says):
   (tmp_path / file).write_text('ab\n')
   with pytest.raises(DataError, match=says):
     labelled(path=str(tmp_path / file), fields=('one', 'other', 'label'), unlabelled=True).get_next()
+
+
+def test_a_line_with_too_many_columns_for_one_text_is_named(tmp_path):
+  (tmp_path / 'a.tsv').write_text('ab\tx\ty\n')
+  with pytest.raises(DataError, match='has 3 columns; expected text$'):
+    labelled(path=str(tmp_path / 'a.tsv'), unlabelled=True).get_next()

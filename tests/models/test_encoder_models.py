@@ -340,6 +340,11 @@ def test_mistakes_are_named():
   masked_wrong = {**batch, 'labels': np.where(batch['weights'] > 0, V, batch['labels'])}
   with pytest.raises(ConfigError, match=rf"found {V} in 'labels', but task\.model\.encoder\.vocab_size is {V}"):
     model.check_input(rows, masked_wrong)
+  ids = np.arange(B * T).reshape(B, T) % V
+  next_tokens = {**batch, 'ids': ids, 'labels': np.roll(ids, -1, axis=1), 'weights': np.ones((B, T), np.float32)}
+  with pytest.raises(ConfigError, match=r'text: each of its labels is the next token of the row, which a MaskedLang'):
+    model.check_input(rows, next_tokens)
+  model.check_input(rows, {**next_tokens, 'labels': ids})
   with pytest.raises(ConfigError, match=r'masked language model needs a weight for each token, \[5, 9\]'):
     model.apply(variables, {**batch, 'weights': np.ones(B, np.float32)})
   with pytest.raises(
