@@ -28,6 +28,7 @@ _ARRAY_LIBRARIES = {'jax', 'jaxlib', 'numpy', 'opt_einsum', 'einops', 'optax', '
 _ABOUT_SHAPES = re.compile('values to unpack|be broadcast together|not aligned|in its core dimension|cannot reshape')
 _NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
 _ABOUT_INTEGERS = re.compile(r'integer.*got.*float|numpy\.integer')
+_OPERATION = re.compile(r'^(and|or|not)(?= got )')  # Operations of JAX whose names read like words of the message.
 _MAX_OPERANDS = 8
 # Python's messages about arguments that do not fit a method. To find the caller of the method, the functions in
 # `_OWN_FRAMES` are skipped on the stack.
@@ -157,7 +158,7 @@ def explain_error(
   if called := _NOT_CALLABLE.search(message):
     found = _not_callable(called[1], own[-1])
     return NotALayerError(f'{name}: {found}{where}') if found else None
-  what = message.strip().partition('\n')[0].rstrip(' .:')
+  what = _OPERATION.sub(r"operation '\1'", message.strip().partition('\n')[0].rstrip(' .:'))
   if not is_about_arrays(error) or isinstance(error, jax.errors.JAXTypeError):
     return None
   arrays = {n: x for n, x in own[-1].frame.f_locals.items() if _is_array(x)} | _entries_read(own[-1])

@@ -10,6 +10,17 @@ _OTHER_NAMES = {
   'exp': 'experiment config fdl_config model',
   'set': 'fdl.set override overrides',
   'max_tokens': 'max_new_tokens max_length',
+  'min_tokens': 'min_new_tokens min_length',
+  'num_samples': 'num_return_sequences',
+  # Fields of decoders.
+  'max_decode_steps': 'seqlen max_new_tokens',
+  'min_decode_steps': 'min_new_tokens',
+  'stop_ids': 'eos_id eos_token_id',
+  'beam_size': 'num_beams',
+  'num_best': 'num_return_sequences',
+  'length_penalty': 'length_norm_alpha',
+  'top_k': 'k',
+  'top_p': 'p',
   # Fields of a task and its training.
   'ici_mesh_shape': 'mesh_shape mesh',
   'num_train_steps': 'max_steps num_steps steps total_steps num_train_epochs max_epochs num_epochs epochs',

@@ -159,7 +159,9 @@ def pack_prompts(prompts: Sequence[Sequence[int]], row_length: int | None = None
     DataError: there is no prompt, one is empty, or one is longer than T.
   """
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  if not lengths.size or not lengths.min():
+  if not lengths.size:
+    raise DataError('pack_prompts: there are no prompts; expected at least one')
+  if not lengths.min():
     raise DataError('pack_prompts: expected prompts of at least one token each')
   longest = int(lengths.max())
   T = longest if row_length is None else row_length

@@ -134,6 +134,7 @@ class MultiHeadAttention(AttentionHeads):
   def setup(self) -> None:
     self._check_range('num_heads', 'sliding_window', 'local_chunk', 'block_size', 'cache_page_size', least=1)
     self._check_range('dropout_rate', least=0, below=1)
+    self._check_range('logit_soft_cap', above=0)
     if self.implementation is None:  # Configs recorded by older versions may contain None.
       self.implementation = 'auto'
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)

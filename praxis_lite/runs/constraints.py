@@ -99,7 +99,8 @@ def make_constraint(
       of the two settings.
   """
   if regex is not None and json_schema is not None:
-    raise ConfigError(f'{prefix}regex and {prefix}json_schema cannot be combined; leave out one of them')
+    second = f'{prefix.rpartition(" ")[2]}json_schema'
+    raise ConfigError(f'{prefix}regex and {second} cannot be combined; leave out one of them')
   if regex is not None:
     return regex_constraint(tokenizer, regex, f'{prefix}regex')
   return None if json_schema is None else json_constraint(tokenizer, json_schema, f'{prefix}json_schema')
@@ -135,6 +136,10 @@ def json_constraint(
     UserError: see `regex_constraint`; or the file cannot be read, or contains no JSON object.
   """
   known = _check_tokenizer(tokenizer, where)
+  if isinstance(schema, str) and schema.lstrip().startswith('{'):
+    raise ConfigError(
+      f'{where}: expected the path of a file, or a dict in Python, as json.loads returns; got the schema'
+    )
   if isinstance(schema, str | os.PathLike):
     file, where = schema, f'{where}={os.fspath(schema)}'
     try:

@@ -57,3 +57,11 @@ def test_a_field_set_in_python_has_the_suggestion_too():
   config = configure(registry.get('lm.SyntheticLmTiny'))
   with pytest.raises(ConfigError, match=r'Did you mean .learning_rate.\?'):
     config.task.train.learner.lr = 1e-3
+
+
+@pytest.mark.parametrize(
+  ('theirs', 'ours'),
+  [('eos_id', 'stop_ids'), ('seqlen', 'max_decode_steps'), ('num_beams', 'beam_size'), ('k', 'top_k')],
+)
+def test_names_of_decoders_in_pax_and_transformers(known, theirs, ours):
+  assert did_you_mean(theirs, known) == f" Did you mean '{ours}'?"

@@ -170,7 +170,7 @@ def test_each_prompt_is_in_one_place_and_rows_have_little_padding():
 @pytest.mark.parametrize(
   'prompts, message',
   [
-    ([], 'at least one token'),
+    ([], 'there are no prompts; expected at least one'),
     ([[1], []], 'at least one token'),
     ([[1] * 5], 'has 5 tokens'),
     ([[2**40]], 'prompts of ids'),

@@ -173,6 +173,7 @@ WRONG = [
   (lambda: regex_constraint(Config(Opaque).instantiate(), 'a'), ConfigError, 'Opaque does not know which bytes'),
   (lambda: json_constraint(BYTES, [1]), ConfigError, r'json_schema: expected a JSON schema, which is an object'),
   (lambda: json_constraint(BYTES, {'type': 'strin'}), ConfigError, r'^json_schema: '),
+  (lambda: json_constraint(BYTES, '{"type": "integer"}'), ConfigError, r'^json_schema: expected the path of a file'),
   (lambda: json_constraint(BYTES, 'none.json'), DataError, r'^json_schema=none\.json: No such file'),
   (lambda: make_constraint(BYTES, 'a', {}, '--'), ConfigError, r'^--regex and --json_schema cannot be combined'),
 ]  # fmt: skip

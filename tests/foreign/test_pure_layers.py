@@ -90,6 +90,12 @@ def test_a_mesh_of_explicit_axes_and_specs_without_axes_are_refused():
     PureLayer(CHAIN).specs()
 
 
+def test_a_call_without_a_state_is_refused():
+  pure = PureLayer(SPLIT)
+  with pytest.raises(ConfigError, match=r'PureLayer\.apply: state is a \w+; expected a dict, as init returns it'):
+    pure.apply(pure.init(jax.random.key(0))[0], X)
+
+
 def test_what_is_no_layer_is_refused():
   with pytest.raises(ConfigError, match='PureLayer takes a layer or its config, not dict'):
     PureLayer(Config(dict))

@@ -155,5 +155,5 @@ def test_a_line_that_is_no_pair_to_classify_is_named(tmp_path, file, says):
 
 def test_a_line_with_too_many_columns_for_one_text_is_named(tmp_path):
   (tmp_path / 'a.tsv').write_text('ab\tx\ty\n')
-  with pytest.raises(DataError, match='has 3 columns; expected text$'):
+  with pytest.raises(DataError, match=r'has 3 columns; expected text$'):
     labelled(path=str(tmp_path / 'a.tsv'), unlabelled=True).get_next()

@@ -10,7 +10,7 @@ from drawn_state import drawn_variables
 from jax.sharding import AxisType
 
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import ConfigError, ShardingError
+from praxis_lite.common.errors import ConfigError, DataError, ShardingError
 from praxis_lite.layers.alibi import AlibiBias, alibi_slopes
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.normalizations import RMSNorm
@@ -139,6 +139,18 @@ def test_a_query_without_keys_attends_to_the_sink_alone(implementation):
   np.testing.assert_allclose(y[0, 2], variables['out']['b'], atol=1e-6)
   assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
   assert (gradients[1][0, 2] == 0).all() and (gradients[0]['sinks'] != 0).all()
+
+
+@pytest.mark.parametrize('cap', [0.0, -1.0])
+def test_a_soft_cap_is_positive(cap):
+  with pytest.raises(ConfigError, match='logit_soft_cap: expected more than 0, got'):
+    build(logit_soft_cap=cap)
+
+
+def test_a_mask_of_another_shape_is_named():
+  layer = build()
+  with pytest.raises(DataError, match=r"operation 'and' got incompatible shapes"):
+    run(layer, random_variables(layer), inputs(), mask=jnp.ones((T, T - 1), bool))
 
 
 @pytest.mark.parametrize('cap', [None, 2.0])

@@ -221,7 +221,7 @@ def test_texts_match_an_expression_or_a_schema(lm, settings):
   assert pieces == texts and all(len(json.loads(text)) == 3 for text in texts), texts
   (decoded,) = model.decode({'ids': np.array([list(b'def ')]), 'prompt_lengths': np.array([4])}, regex='[xy]{3}')['ids']
   assert re.fullmatch(b'[xy]{3}', bytes(decoded[:3].tolist())) and not decoded[3:].any()
-  with pytest.raises(ConfigError, match=r'^decode: regex and decode: json_schema cannot be combined'):
+  with pytest.raises(ConfigError, match=r'^decode: regex and json_schema cannot be combined'):
     model.decode(['a'], regex='a', json_schema={})
   with pytest.raises(ConfigError, match=r"^decode: regex='\(': "):
     model.decode(['a'], regex='(')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -94,8 +95,14 @@ class PureLayer:
       method: which method of the layer to call.
 
     Raises:
-      ConfigError: the mesh that `jax.set_mesh` has set has an Explicit axis.
+      ConfigError: the mesh that `jax.set_mesh` has set has an Explicit axis, or `params` or `state` is no dict.
     """
+    for name, tree in (('params', params), ('state', state)):
+      if not isinstance(tree, Mapping):
+        raise ConfigError(
+          f'PureLayer.apply: {name} is a {type(tree).__name__}; expected a dict, as init returns it, in '
+          'apply(params, state, *args)'
+        )
     mesh = jax.sharding.get_abstract_mesh()
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit]
     if explicit:

@@ -32,7 +32,7 @@ _STORED = PRODUCTS | COLLECTIVES | LOOPS | _READS_FUSED
 _STORED |= {'stablehlo.convolution', 'stablehlo.sort', 'stablehlo.custom_call'}
 # Operations whose results are stored, but which move the same bytes as a fusion: their inputs and their results.
 _FUSIONS = {'stablehlo.concatenate', 'stablehlo.sort'}
-# Stored operations that may write into the array that they read.
+# Stored operations that, on GPUs, may write into the array that they read.
 _IN_PLACE = {'sdy.all_reduce', 'stablehlo.all_reduce'}
 _VIEWS = {'stablehlo.reshape', 'stablehlo.transpose', 'stablehlo.optimization_barrier', 'sdy.all_slice'}
 _VIEWS |= {'sdy.sharding_constraint', 'stablehlo.bitcast_convert', 'stablehlo.reduce_precision'}
@@ -104,14 +104,15 @@ class BlockMemory:
   """Follows the memory of the values in one block of a program with propagated shardings.
 
   `within` has the names of the loops around the block. With `fills_in_place`, operations write the parts of an array
-  directly into it, and with `reads_slices`, products read a slice of an array directly: without a copy.
+  directly into it. `on_tpu`, products read a slice of an array directly, without a copy, and a sum is whole before each
+  device takes its part of it.
   """
 
   def __init__(
-    self, block: ir.Block, sizes: Sizes, within: str = '', fills_in_place: bool = False, reads_slices: bool = False
+    self, block: ir.Block, sizes: Sizes, within: str = '', fills_in_place: bool = False, on_tpu: bool = False
   ):
     self._sizes, self._within, self._fills_in_place = sizes, within, fills_in_place
-    self._reads_slices = reads_slices
+    self._on_tpu = on_tpu
     self._values: dict[ir.Value, _Value] = {}
     for argument in block.arguments:
       self.add_argument(argument)
@@ -198,11 +199,12 @@ class BlockMemory:
     if result in self._returned:  # The caller of the block counts the memory of the block's results.
       return _Value((), {result: size}), moved
     name = f'{self._within}/{operation_name(op)}'
-    stored_as = written.results[0] if (written := _only_cast(op) or _only_slice(op)) is not None else result
+    written = _only_cast(op) or (None if self._on_tpu else _only_slice(op))
+    stored_as = result if written is None else written.results[0]
     size = self._sizes.bytes(stored_as)
     made = Buffer(name, self._sizes.text(stored_as) if size else '', size, self._at, self._at)
     self._buffers.append(made)
-    if not stored or op.name in _IN_PLACE:
+    if not stored or (op.name in _IN_PLACE and not self._on_tpu):
       last = next((b for b in fused.held if b.shape == made.shape), None)
       if last is not None:
         self._reused[last] = made
@@ -221,7 +223,7 @@ class BlockMemory:
     readers = list(_readers(result))
     if op.name == 'stablehlo.reduce' or result in self._returned:
       return True
-    if self._reads_slices and op.name in _SLICES and all(reader.name in PRODUCTS for reader in readers):
+    if self._on_tpu and op.name in _SLICES and all(reader.name in PRODUCTS for reader in readers):
       return False
     if any(reader.name in _STORED - _READS_FUSED for reader in readers):
       return True

@@ -179,7 +179,7 @@ class _Reader:
         self.collectives += self._collective(op, count, within)
       if op in self._gathered_before:
         memory.add_argument(op.results[0])
-      elif is_joined(op):
+      elif is_joined(op) and not self._on_tpu:
         memory.same(op.results[0], op.operands[0])
       elif moved := memory.add(op, inside):
         self.fusions.append(LocalOperation(f'{within}/{operation_name(op)}', count, moved, loop=self._loop))
