@@ -253,8 +253,8 @@ def _one_line(error: Exception, command: str) -> str:
     known = COMMANDS[command].flags
     if COMMANDS[command].bare_rest == 'train' and (of_train := _misplaced_flag(error.flagname.replace('-', '_'))):
       return of_train
-    if 'Did you mean' not in text and (close := did_you_mean(error.flagname, known)):
-      text += '.' + close.replace(" '", ' --').replace("'?", '?')
+    if close := did_you_mean(error.flagname, known):  # Knows names of other libraries, too.
+      text = f'{text.partition(". Did you mean")[0].rstrip(".")}.' + close.replace(" '", ' --').replace("'?", '?')
     if error.flagname == 'job_log_dir' and COMMANDS[command].bare == 'dir':
       text += f'; name the directory without a flag, as in praxis-lite {command} runs'
     elif error.flagname == 'job_log_dir' and COMMANDS[command].bare_rest == 'dirs':

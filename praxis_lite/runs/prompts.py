@@ -102,7 +102,8 @@ def _tokens(prompt: Sequence[int]) -> np.ndarray:
   if ids.shape == (0,):
     raise ConfigError('a prompt is empty; it needs at least one token')
   if ids.ndim != 1 or ids.dtype.kind not in 'iu' or (ids != ids.astype(np.int32)).any():
-    raise DataError(f'a prompt is {reprlib.repr(prompt)}; expected a list of tokens, which are integers of 32 bits')
+    expected = 'one text, or a list of tokens' if ids.dtype.kind == 'U' and ids.ndim else 'a list of tokens'
+    raise DataError(f'a prompt is {reprlib.repr(prompt)}; expected {expected}, which are integers of 32 bits')
   return ids.astype(np.int32)
 
 

@@ -159,6 +159,7 @@ COMMAND_LINES = {
   ),
   'override for launch': (['launch', '--set', 'task.name=a'], r'^--set is a flag of train; flags of train go after --'),
   'number of processes': (['launch', '--num_processes=2'], r'no flag --num_processes, .*; --processes=2 says how many'),
+  'flag of transformers': (['decode', '--num_beams=2'], r"'num_beams'\. Did you mean --beam_size\?; "),
   'no flag of launch': (['launch', '--proceses=2'], r"flag 'proceses'\. Did you mean --processes"),
   'half a bracket': (
     ['sweep', TINY, '--job_log_dir=x', '--set', 'task.ici_mesh_shape=(1,1,1),(1,2,1'],

@@ -260,6 +260,7 @@ def test_cancelled_requests_keep_what_they_have():
     ),
     ('a' * 50, {}, 'the prompt has more than 44 tokens'),
     ([], {}, 'submit: a prompt is empty'),
+    (['a', 'b'], {}, r"submit: a prompt is \['a', 'b'\]; expected one text, or a list of tokens"),
     ('', {}, 'empty'),
     ([1, V], {}, 'submit: ids: 128, at position 1 of row 0, is not in the vocabulary'),
     ('a', {'max_tokens': 0}, 'submit: max_tokens = 0; expected at least 1'),
