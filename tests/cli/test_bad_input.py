@@ -345,16 +345,16 @@ OVERRIDES = {
   # Shardings.
   'unknown axis': (
     f'{SOFTMAX}.weight_split_dims_mapping.wt=(model, data)',
-    rf"^lm\.softmax\.weight_split_dims_mapping\.wt: axis 'model' is not a mesh axis; mesh_axis_names = {AXES}\. "
-    r"Did you mean 'mdl'\?$",
+    r"^task\.model\.lm\.softmax\.weight_split_dims_mapping\.wt: axis 'model' is not a mesh axis; "
+    rf"mesh_axis_names = {AXES}\. Did you mean 'mdl'\?$",
   ),
   'unknown axis of an activation': (
     f'{SOFTMAX}.activation_split_dims_mapping.out=(replica, None, model)',
-    r"^lm\.softmax\.activation_split_dims_mapping\.out: axis 'model' is not a mesh axis",
+    r"^task\.model\.lm\.softmax\.activation_split_dims_mapping\.out: axis 'model' is not a mesh axis",
   ),
   'axis twice': (
     f'{SOFTMAX}.weight_split_dims_mapping.wt=(mdl, mdl)',
-    r"^lm\.softmax\.weight_split_dims_mapping\.wt: mesh axis 'mdl' occurs twice in \('mdl', 'mdl'\)",
+    r"^task\.model\.lm\.softmax\.weight_split_dims_mapping\.wt: mesh axis 'mdl' occurs twice in \('mdl', 'mdl'\)",
   ),
   'wrong rank': (
     f'{SOFTMAX}.weight_split_dims_mapping.wt=(mdl, data, None)',
