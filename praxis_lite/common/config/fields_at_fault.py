@@ -87,8 +87,10 @@ def _settable_path(config: object, names: list[str]) -> str | None:
   fields, name, of_list = config.__signature_info__.parameters, names[0], _ENTRY.fullmatch(names[0])
   spellings = [name, *((of_list[1], of_list[1].removesuffix('s')) if of_list else ())]
   found = next((spelling for spelling in spellings for end in ('', '_tpl') if f'{spelling}{end}' in fields), None)
+  if found is None:
+    return None
   field = found if found in fields else f'{found}_tpl'
-  value = None if found is None else getattr(config, field, REQUIRED)
+  value = getattr(config, field, REQUIRED)
   if value is None and len(names) > 1 and not field.endswith('_tpl'):
     return None  # Not a layer, such as a mapping that another config has.
   if value is None or value is REQUIRED or len(names) == 1:

@@ -78,7 +78,7 @@ def order_on_gpus(body: ir.Block, overlapping: Overlapping, sizes: Sizes) -> lis
 def _only_for(late: set[ir.Operation], operations: Sequence[ir.Operation], needed: set[ir.Value]) -> set[ir.Operation]:
   """Returns late collectives, the operations that only these need, and those that need these.
 
-  `operations` are those of a loop's body; `needed` are the values that the next iteration needs.
+  The next iteration of the loop needs the values `needed`, and `operations` are in order.
   """
   free: set[ir.Operation] = set()
   for op in reversed(operations):

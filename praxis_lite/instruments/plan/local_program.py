@@ -208,14 +208,14 @@ class _Reader:
     carried: dict[ir.Value, str] = {}  # Values that XLA keeps between iterations, with their names.
     if self._merges_iterations and UNROLLED not in op.attributes and (trips or 0) > 1:
       order = order_on_gpus(body, overlapping, self._sizes)
-      carried = {value: name for _, value in changing_state(body)} | self._pipelined(overlapping, name)
+      carried = {value: name for _, value in changing_state(body)} | self._pipelined_values(overlapping, name)
     times = count * (1 if trips is None else trips)
     live = self.read(body, times, name, fills_in_place=UNROLLED in op.attributes, order=order)
     self._loop = outside
     between = [Buffer(by, self._sizes.text(value), self._sizes.bytes(value), 0, 0) for value, by in carried.items()]
     return Peak(live.bytes + sum(buffer.bytes for buffer in between), (*live.buffers, *between))
 
-  def _pipelined(self, overlapping: Overlapping, within: str) -> dict[ir.Value, str]:
+  def _pipelined_values(self, overlapping: Overlapping, within: str) -> dict[ir.Value, str]:
     """Returns what XLA gathers in the iteration before, and what it reduces in the next one, with the names."""
     gathers, reductions = pipelined_collectives(overlapping)
     self._gathered_before |= gathers
