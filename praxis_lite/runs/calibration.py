@@ -57,8 +57,8 @@ class Calibration:
     num_batches: how many batches are evaluated.
     dataset: the name or number of the dataset of the run that is read, in the dataset's own order. None reads the first
       dataset for training; if there is no such dataset, the first one.
-    input_percentile: the range of inputs in int8 covers this percentage of their |x|, more than 50 and at most 100. None
-      finds no ranges, so that they follow from the current values.
+    input_percentile: the range of inputs in int8 covers this percentage of their |x|; more than 50, and at most 100.
+      None finds no ranges, so that they follow from the current values.
   """
 
   method: str
