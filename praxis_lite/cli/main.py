@@ -27,6 +27,7 @@ from praxis_lite.common.files import file_error
 from praxis_lite.common.foreign_text import PrintableStream, printable, remove_secrets
 from praxis_lite.common.importing import user_code_error
 from praxis_lite.common.interrupts import EXIT_CODE, end_on_interrupt
+from praxis_lite.common.other_names import field_path
 from praxis_lite.common.versions import package_version
 
 # The modules of the commands, in the order in which `praxis-lite help` lists them.
@@ -260,6 +261,8 @@ def _one_line(error: Exception, command: str) -> str:
     elif error.flagname == 'job_log_dir' and COMMANDS[command].bare_rest == 'dirs':
       text += f'; name directories without a flag, as in praxis-lite {command} list runs/1'
     fields = ', and --set path=value sets a field of the config' if 'set' in known else ''
+    if fields and 'Did you mean' not in text and (path := field_path(error.flagname.replace('-', '_').lower())):
+      text += f". Did you mean --set '{path}=...'?"
     text += f'; `praxis-lite {command} --help` lists the flags{fields}'
   return text
 

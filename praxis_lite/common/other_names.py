@@ -22,7 +22,7 @@ _OTHER_NAMES = {
   'top_k': 'k',
   'top_p': 'p',
   # Fields of a task and its training.
-  'ici_mesh_shape': 'mesh_shape mesh',
+  'ici_mesh_shape': 'mesh_shape mesh device_mesh world_size gpus num_gpus',
   'num_train_steps': 'max_steps num_steps steps total_steps num_train_epochs max_epochs num_epochs epochs',
   'log_interval_steps': 'summary_interval_steps logging_steps log_every_n_steps log_every',
   'eval_interval_steps': 'eval_steps val_check_interval eval_every',
@@ -56,3 +56,18 @@ OUR_NAMES: dict[str, list[str]] = {}  # For each name elsewhere: our names for i
 for _ours, _theirs in _OTHER_NAMES.items():
   for _name in _theirs.split():
     OUR_NAMES.setdefault(_name, []).append(_ours)
+
+# Fields that users look for among the flags, by the configs that have them; `--set` takes their paths.
+_FIELDS = {
+  'task': 'ici_mesh_shape',
+  'task.train': 'num_train_steps log_interval_steps eval_interval_steps save_interval_steps max_to_keep init_from',
+  'task.train.learner': 'learning_rate schedule optimizer clip_gradient_norm_to_value num_microbatches ema_decay',
+  'task.model': 'fprop_dtype dtype',
+  'datasets[*]': 'batch_size seq_len',
+}
+FIELD_PATHS = {field: f'{config}.{field}' for config, fields in _FIELDS.items() for field in fields.split()}
+
+
+def field_path(name: str) -> str:
+  """Returns the path of the field that a user means by a flag; '' if unknown. `name` may be another library's."""
+  return next((FIELD_PATHS[field] for field in (name, *OUR_NAMES.get(name, ())) if field in FIELD_PATHS), '')

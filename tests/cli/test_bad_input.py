@@ -58,6 +58,10 @@ COMMAND_LINES = {
   'explain': (['explain', TINY], r"no command 'explain'; `praxis-lite show --sharding` does this"),
   'chat': (['chat', '--job_log_dir=x'], r"no command 'chat'; `praxis-lite decode --chat` does this"),
   'unknown flag': (['train', TINY, '--job_logdir=x'], r"'job_logdir'\. Did you mean --job_log_dir\?; .*--help` lists"),
+  'field of PyTorch as flag': (
+    ['train', TINY, '--lr=1'],
+    r"'lr'\. Did you mean --set 'task\.train\.learner\.learning_rate=",
+  ),
   'flag of Lightning': (['train', TINY, '--output_dir=x'], r"'output_dir'\. Did you mean --job_log_dir\?; "),
   'two spellings of a flag': (
     ['show', TINY, '--job_log_dir=a', '--job-log-dir=b'],
@@ -108,7 +112,10 @@ COMMAND_LINES = {
     r'--devices=7: task\.ici_mesh_shape = \(2, 2, 2\) needs 8 devices',
   ),
   'devices of plan': (['plan', TINY, '--devices=8'], r'--devices: plan uses no devices .*; --topology names the chips'),
-  'field as flag': (['train', TINY, '--batch_size=3'], r"'batch_size'; .* and --set path=value sets a field"),
+  'field as flag': (
+    ['train', TINY, '--batch_size=3'],
+    r"'batch_size'\. Did you mean --set 'datasets\[\*\]\.batch_size=.*and --set path=value sets a field",
+  ),
   'field of Pax': (['show', TINY, '--set', 'task.ICI_MESH_SHAPE=8'], r"Did you mean 'ici_mesh_shape'\?"),
   'field of the Trainer': (['show', TINY, '--set', 'task.train.max_steps=3'], r"Did you mean 'num_train_steps'\?"),
   'axis of T5X': (['show', MESH, '--set', f"{WT}=('model',None)"], r"'model' is not .*Did you mean 'mdl'\?"),

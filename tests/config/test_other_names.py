@@ -9,7 +9,7 @@ from praxis_lite.cli.main import COMMANDS
 from praxis_lite.common.config.overrides import get_by_path
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError, did_you_mean
-from praxis_lite.common.other_names import OUR_NAMES
+from praxis_lite.common.other_names import FIELD_PATHS, OUR_NAMES, field_path
 from praxis_lite.training import registry
 from praxis_lite.training.experiment import configure
 
@@ -30,6 +30,13 @@ def known(config):
 
 def test_every_name_of_ours_is_a_flag_a_field_or_a_mesh_axis(known):
   assert {name for names in OUR_NAMES.values() for name in names} <= known
+
+
+def test_a_field_that_is_taken_for_a_flag_is_suggested_by_its_path(config):
+  for path in FIELD_PATHS.values():
+    get_by_path(config.roots(), path.replace('[*]', '[0]'))
+  assert field_path('lr') == 'task.train.learner.learning_rate' and field_path('batch_size') == 'datasets[*].batch_size'
+  assert field_path('epochs') == 'task.train.num_train_steps' and field_path('resume') == ''
 
 
 def test_names_in_the_tables_for_users_of_pytorch_are_there(config, known):
