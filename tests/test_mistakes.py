@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite import Config, Layer, WeightHParams, layers
+from praxis_lite import REQUIRED, Config, Layer, WeightHParams, layers
 from praxis_lite.common.errors import ConfigError, UserError
 from praxis_lite.common.mistakes import (
   MissingEntryError,
@@ -326,3 +326,23 @@ def test_a_feed_forward_layer_without_the_sizes_that_its_block_sets_is_told_what
   )
   with pytest.raises(ConfigError, match=told):
     block.instantiate()
+
+
+class OfPyTorch(Layer):
+  dims: int = REQUIRED
+  bias: bool = False
+
+  def forward(self, x):
+    return x
+
+
+def test_code_in_the_manner_of_pytorch_is_told_what_to_write():
+  layer = Config(OfPyTorch, dims=3).instantiate()
+  with pytest.raises(ConfigError, match=r'^OfPyTorch: .* no method __call__; .*; that is the name of forward here$'):
+    layer.apply({}, jnp.ones(3))
+  by_name = r'^OfPyTorch takes its fields by name, in a config: Config\(OfPyTorch, dims=\.\.\.\)$'
+  for make in (OfPyTorch, lambda dims: Config(OfPyTorch, dims)):
+    with pytest.raises((TypeError, ConfigError), match=by_name):
+      make(3)
+  with pytest.raises(TypeError, match=r"^OfPyTorch has no field 'dim'\. Did you mean 'dims'\?$"):
+    OfPyTorch(dim=3)

@@ -333,8 +333,14 @@ def _not_callable(kind: str, place: _Place) -> str | None:
     if kind in ('list', 'tuple') and type(value).__name__ == kind:
       return f'self.{name} is a {kind}; call each of its layers: for layer in self.{name}: x = layer(x)'
     if isinstance(value, Configurable) and type(value).__name__ == kind:
-      return f'{kind} has no method __call__; define it, as in def __call__(self, x)'
+      return missing_call(type(value))
   return None
+
+
+def missing_call(cls: type) -> str:
+  """Returns what to do about a class of layers without `__call__`."""
+  given = '; that is the name of forward here' if hasattr(cls, 'forward') else ''
+  return f'{cls.__name__} has no method __call__; define it, as in def __call__(self, x){given}'
 
 
 def _entries_read(place: _Place) -> dict[str, jax.Array | np.ndarray]:

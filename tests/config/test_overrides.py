@@ -183,6 +183,7 @@ def test_value_is_read_by_the_annotation(field, text, value):
     ('task.model.num_layers=none', 'task.model.num_layers: expected int, got None'),
     ('task.model.rate=fast', "task.model.rate: expected float, got 'fast' (str)"),
     ('task.model.flag=1', 'task.model.flag: expected bool, got 1 (int)'),
+    ('task.model.dtype=bf16', "task.model.dtype: expected the name of a dtype, such as bfloat16, got 'bf16'"),
     ('task.model.dtype=float33', 'task.model.dtype: expected the name of a dtype, such as float32, bfloat16'),
     ('task.model.init=gaussian', "task.model.init: expected WeightInit | None, got 'gaussian' (str)"),
     ("task.model.init=WeightInit('gaus')", "task.model.init: unknown initializer 'gaus'"),

@@ -30,7 +30,7 @@ from typing import Any, Generic, Self, TypeVar
 import fiddle as fdl
 from fiddle import history
 
-from praxis_lite.common.config.configurable import REQUIRED, Configurable
+from praxis_lite.common.config.configurable import REQUIRED, Configurable, not_by_name
 from praxis_lite.common.config.editing import CodePlace, check_keeps_edit, copy_edits, note_edit, place_of_edit
 from praxis_lite.common.config.fields_at_fault import name_config, name_field_at_fault
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, did_you_mean
@@ -63,6 +63,8 @@ class Config(fdl.Config[T], Generic[T]):
       for name in kwargs:
         if known is not None and name not in known:
           raise unknown_field(fn_or_cls, name, place=place_of_edit(None))
+      if args and isinstance(fn_or_cls, type) and issubclass(fn_or_cls, Configurable):
+        raise ConfigError(not_by_name(fn_or_cls))
       if args:
         super().__init__(fn_or_cls, *args, **kwargs)
       else:

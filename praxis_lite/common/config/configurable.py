@@ -6,13 +6,14 @@ Mistakes in a class body are reported when the class is defined, in terms of con
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn, dataclass_transform
 
 import fiddle as fdl
 
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, did_you_mean
 
 
 class _Required:
@@ -71,6 +72,31 @@ class Configurable:
     for problem in _problems(cls):
       raise ConfigError(f'{cls.__qualname__}{problem}')
     dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
+    type.__setattr__(cls, '__init__', _by_name(cls, cls.__init__))
+
+
+def _by_name(cls: type[Configurable], init: Callable[..., None]) -> Callable[..., None]:
+  """Returns the `__init__` of a class, which says what to write if it is called like one of PyTorch or Flax."""
+  names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+
+  @functools.wraps(init)
+  def checked(self: Configurable, *args: object, **values: object) -> None:
+    if args:
+      raise TypeError(not_by_name(cls))
+    for name in values:
+      if name not in names:
+        raise TypeError(f'{cls.__qualname__} has no field {name!r}.{did_you_mean(name, names)}')
+    init(self, **values)
+
+  return checked
+
+
+def not_by_name(cls: type[Configurable]) -> str:
+  """Returns the message about arguments of a class that are given by position."""
+  own = {name: value for name, value in vars(cls).items() if name in inspect.get_annotations(cls)}
+  names = [name for name, value in own.items() if value is REQUIRED] or list(own)
+  fields = ''.join(f', {name}=...' for name in names[:2])
+  return f'{cls.__qualname__} takes its fields by name, in a config: Config({cls.__name__}{fields})'
 
 
 def _problems(cls: type[Configurable]) -> Iterator[str]:

@@ -289,7 +289,9 @@ def _checked_dtype(value: Any, none_allowed: bool) -> object:
   with contextlib.suppress(TypeError):
     if value is not None and dtype(value):
       return value
-  raise MismatchError('the name of a dtype, such as float32, bfloat16, float16, int32')
+  short = {'bf16': 'bfloat16', 'fp16': 'float16', 'f16': 'float16', 'fp32': 'float32', 'f32': 'float32'}
+  names = short.get(value, '') if isinstance(value, str) else ''
+  raise MismatchError(f'the name of a dtype, such as {names or "float32, bfloat16, float16, int32"}')
 
 
 def _passes(value: Any, hint: Any) -> bool:

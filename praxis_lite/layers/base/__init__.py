@@ -35,6 +35,7 @@ from praxis_lite.common.config import Config, Configurable, build_at, target, te
 from praxis_lite.common.config.editing import set_up
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, check_range, did_you_mean
 from praxis_lite.common.figures import number_of
+from praxis_lite.common.mistakes import missing_call
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name
 from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import SideOutputs, Surroundings
@@ -422,6 +423,8 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     frame = call.Frame(
       self._path, variables, key=key, do_eval=do_eval, decode_state=decode_state, surroundings=surroundings
     )
+    if method == '__call__' and not callable(self):
+      raise ConfigError(f'{self.path_name}: {missing_call(type(self))}')
     with call.enter(frame):
       outputs = getattr(self, method)(*args, **kwargs)
     if outer is None:
