@@ -241,9 +241,12 @@ class Checkpointer:
       raise CheckpointError(f'there is no checkpoint in {self.directory}; {remedy}')
     if step == 'best':
       if self._best.value is None:
+        file = Path(self.directory).parent / BEST
+        untrained = 'the run was trained without task.train.best_metric'
+        why = f'{file} is damaged, or names a step that is not there' if file.exists() else untrained
         raise CheckpointError(
-          f'none of the checkpoints in {self.directory} is recorded as the best: the run was trained without '
-          'task.train.best_metric; name a step, or leave it out to use the newest'
+          f'none of the checkpoints in {self.directory} is recorded as the best: {why}; name a step, or leave it out '
+          'to use the newest'
         )
       return self._best.value.step
     if isinstance(step, str):

@@ -113,13 +113,14 @@ class EarlyStopping(Hook):
     self._settings = settings
 
   def on_start(self, run: Run) -> None:
-    self._decide(run)  # A run that stopped early stays stopped when it is started again.
+    # A run that stopped early stays stopped when it is started again.
+    self._decide(run, '; to go on, raise task.train.early_stopping.patience, or set it to None')
 
   def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
     if split == self._watched.split:
       self._decide(run)
 
-  def _decide(self, run: Run) -> None:
+  def _decide(self, run: Run, remedy: str = '') -> None:
     best_step, best, waited = 0, None, 0
     for step, value in self._watched.values(run.results):
       if self._watched.is_better(value, best, self._settings.min_delta):
@@ -129,7 +130,7 @@ class EarlyStopping(Hook):
     if self._settings.patience is not None and waited >= self._settings.patience:
       than = 'was never a number' if best is None else f'did not improve on {best:.5g}, of step {best_step},'
       better = 'lower' if self._watched.mode == 'min' else 'higher'
-      run.stop(f'stopping early: {self._watched.path} {than} in {waited} evaluations ({better} is better)')
+      run.stop(f'stopping early: {self._watched.path} {than} in {waited} evaluations ({better} is better){remedy}')
 
 
 class KeepBest(Hook):

@@ -323,6 +323,13 @@ def test_a_tokenizer_that_is_broken_is_named_by_the_import(tmp_path):
   import_run(
     tmp_path / 'hf', tmp_path / 'run', overrides=['datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer']
   )
+  from tokenizers import Tokenizer, models
+
+  Tokenizer(models.WordLevel({'</s>': 0}, '</s>')).save(str(tmp_path / 'hf' / 'tokenizer.json'))
+  (tmp_path / 'hf' / 'tokenizer_config.json').write_text('{"eos_token": ')
+  with pytest.raises(DataError, match=r'hf/tokenizer_config\.json is not a JSON object'):
+    import_run(tmp_path / 'hf', tmp_path / 'cut')
+  assert not (tmp_path / 'cut').exists()
 
 
 def test_a_model_without_a_tokenizer_is_told_of(tmp_path, capsys):

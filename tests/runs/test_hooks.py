@@ -70,7 +70,9 @@ def test_started_again_it_says_once_why_it_has_stopped_and_returns_its_metrics(s
   again = run_train(overfitting(patience=3), directory)
   assert (again.step, again.ended_by) == (result.step, 'stopped')
   assert again.metrics['eval/valid']['loss'] == result.metrics['eval/valid']['loss']
-  assert capsys.readouterr().out.count('stopping early: eval/valid/loss did not improve on ') == 1
+  out = capsys.readouterr().out
+  assert out.count('stopping early: eval/valid/loss did not improve on ') == 1
+  assert '(lower is better); to go on, raise task.train.early_stopping.patience, or set it to None\n' in out
   assert (directory / 'metrics.jsonl').read_text() == before
 
 
@@ -106,6 +108,9 @@ def test_the_best_may_be_the_highest_of_another_metric(tmp_path):
 def test_without_a_record_there_is_no_best_checkpoint(tmp_path):
   run_train(tiny_run(1, num_train_steps=2), tmp_path)
   with pytest.raises(CheckpointError, match=r'recorded as the best: .* without task\.train\.best_metric'):
+    run_eval(tiny_run(1), tmp_path, step='best')
+  (tmp_path / 'best.json').write_text('{')
+  with pytest.raises(CheckpointError, match=r'best\.json is damaged, or names a step that is not there'):
     run_eval(tiny_run(1), tmp_path, step='best')
 
 

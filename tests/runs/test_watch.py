@@ -96,6 +96,8 @@ def test_who_lives():
   assert life(elsewhere, is_held=False, now=1003) == 'alive'
   assert life(elsewhere, is_held=False, now=2000) == 'dead'
   short, long = (dataclasses.replace(beat, doing='productive', doing_for=x) for x in (0.0, 5.0))
+  lines = status_of([gone], is_held=False, now=1003, newest=16).lines  # Saved after the last heartbeat.
+  assert lines[1:3] == ['step 16 of 20, or later', 'last save: step 16, after the last sign of life']
   told = [status_of([each], is_held=True, now=1003).lines[0] for each in (short, long)]
   assert ', training (' in told[0] and ', training for 5' in told[1]
   done = dataclasses.replace(beat, ended='done')

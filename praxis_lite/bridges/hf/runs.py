@@ -162,7 +162,8 @@ def _check_tokenizer(config: ExperimentConfig, folder: str, assets: Path) -> Non
     tokenizer_in(folder, assets) == getattr(c, 'tokenizer_tpl', None) for c in config.datasets
   ):
     with contextlib.suppress(ConfigError):  # The package that reads it may be missing here, which is no error yet.
-      _ = tokenizer.instantiate().vocab_size
+      built = tokenizer.instantiate()
+      _ = built.vocab_size, built.special_ids
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections import Counter
@@ -30,13 +31,16 @@ class Status(NamedTuple):
   life: str
 
 
-def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = None) -> Status:
+def status_of(
+  beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = None, newest: int | None = None
+) -> Status:
   """Returns the state of a run.
 
   Args:
     beats: the last heartbeats of its processes, at least one.
     is_held: whether a process of this host is training in the run's directory.
     now: seconds since 1970, for tests.
+    newest: the step of the newest checkpoint, if it may have been saved after the last heartbeat.
   """
   now = time.time() if now is None else now
   lives = [life(beat, is_held=is_held, now=now) for beat in beats]
@@ -54,8 +58,13 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
   if len(beats) < first.processes:
     lines.append(f'{first.processes - len(beats)} of {number_of(first.processes, "process")} never gave a sign of life')
     is_well = is_well and lives[0] == 'ended'
-  lines.append(_progress(first, is_running=lives[0] == 'alive'))
-  if first.saved_step is None or first.saved is None:
+  is_later = newest is not None and newest > (-1 if first.saved_step is None else first.saved_step)
+  step = max(first.step, newest) if newest is not None and is_later else first.step
+  text = _progress(dataclasses.replace(first, step=step), is_running=lives[0] == 'alive')
+  lines.append(f'{text}, or later' if is_later else text)
+  if is_later:
+    lines.append(f'last save: step {newest}, after the last sign of life')
+  elif first.saved_step is None or first.saved is None:
     lines.append('last save: none yet')
   else:
     lines.append(f'last save: step {first.saved_step}, {_ago(first.saved, now)}')
