@@ -144,8 +144,9 @@ class _Sample:
     if tokenizer is None:
       if given.kind != 'prompt_ids':
         raise UserError(
-          f'{given.where} needs an experiment whose dataset has a tokenizer, and none of its datasets has one; pass '
-          'ids, as in --prompt_ids=1,2,3'
+          f'{given.where} needs an experiment whose dataset has a tokenizer, and none of its datasets has one; if they '
+          "have a field for it, set it, as in --set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer', or "
+          'pass ids, as in --prompt_ids=1,2,3'
         )
       self.ids, self._text = given.value, None
       return

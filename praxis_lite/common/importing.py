@@ -86,7 +86,9 @@ def user_code_error(error: Exception) -> UserError | None:
   what = _describe(error)
   if what == type(error).__name__:  # For example an assert without a message.
     what += f' in `{linecache.getline(file, line).strip()}`'
-  return UserError(f'{what} ({short_path(file)}:{line})')
+  ours = 'praxis_lite: '
+  notes = ''.join(f', {note.removeprefix(ours)}' for note in getattr(error, '__notes__', ()) if note.startswith(ours))
+  return UserError(f'{what} ({short_path(file)}:{line}){textwrap.shorten(notes, 300)}')
 
 
 def _describe(error: Exception) -> str:
@@ -161,6 +163,13 @@ def _lines(error: Exception) -> list[tuple[str, int]]:
 
 def _user_lines(error: Exception) -> list[tuple[str, int]]:
   return [(file, line) for file, line in _lines(error) if not is_library(file)]
+
+
+def calling_line() -> str:
+  """Returns the line that called the caller of this function, such as ' (mine.py:12)'; '' if it is a library's."""
+  frame = sys._getframe(2)
+  file = frame.f_code.co_filename
+  return '' if file.startswith('<') or is_library(file) else f' ({short_path(file)}:{frame.f_lineno})'
 
 
 def is_library(file: str) -> bool:

@@ -5,6 +5,7 @@ Every batch has a leaf `weights`, [B] or [B, T] float32. A row of padding has we
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from praxis_lite.common.config import Config, Configurable
-from praxis_lite.common.errors import ConfigError, DataError
+from praxis_lite.common.config import Config, Configurable, config_values, target
+from praxis_lite.common.errors import ConfigError, DataError, UserError
 
 Rows = dict[str, Any]  # np.ndarray [n, ...], or nested
 Struct = dict[str, Any]  # jax.ShapeDtypeStruct of one example, or nested
@@ -199,6 +200,15 @@ def _is_numeric(name: str) -> bool:
 
 def resolve_source(source: object) -> object:
   """Instantiates a config, or calls a function without arguments; returns any other value unchanged."""
-  if isinstance(source, Config):
-    return source.instantiate()
-  return source() if callable(source) else source
+  try:
+    if isinstance(source, Config):
+      return source.instantiate()
+    return source() if callable(source) else source
+  except UserError:
+    raise
+  except Exception as error:  # Of the user's function, which knows neither its config nor, often, the file.
+    if isinstance(source, Config):
+      values = ', '.join(f'{name}={value!r}' for name, value in config_values(source).items())
+      name = getattr(target(source), '__name__', 'a function')
+      error.add_note(f'praxis_lite: in {name}({textwrap.shorten(values, 200)}), a function of the data')
+    raise

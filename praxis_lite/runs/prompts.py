@@ -50,7 +50,9 @@ def tokenizer_of(config: ExperimentConfig, job_log_dir: str | os.PathLike[str] |
 def require_tokenizer(tokenizer: BaseTokenizer | None, where: str, instead: str) -> BaseTokenizer:
   """Returns a tokenizer; raises UserError, which says what to give in place of texts, if there is none."""
   if tokenizer is None:
-    raise UserError(f'{where}texts need a dataset with a tokenizer, but there is none; {instead}')
+    raise UserError(
+      f'{where}texts need a dataset with a tokenizer, but there is none; set tokenizer_tpl of a dataset, or {instead}'
+    )
   return tokenizer
 
 

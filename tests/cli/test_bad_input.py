@@ -558,8 +558,9 @@ def test_decoding_nothing_of_a_model_that_continues_no_texts_proposes_no_prompt(
 def test_a_prompt_needs_a_tokenizer(capsys, trained, tmp_path):
   told = fails(capsys, 'decode', TINY, f'--job_log_dir={trained}', '--prompt=a')
   assert told == (
-    '--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one; pass ids, as in '
-    '--prompt_ids=1,2,3'
+    '--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one; if they have a '
+    "field for it, set it, as in --set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer', or pass ids, as "
+    'in --prompt_ids=1,2,3'
   )
 
 

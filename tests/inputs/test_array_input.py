@@ -7,11 +7,24 @@ import pytest
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.common.importing import user_code_error
 from praxis_lite.inputs import ArrayInput, MixtureInput
 
 
 def _toy(count=5):
   return {'image': np.arange(count * 2.0).reshape(count, 2), 'label': np.arange(count)}
+
+
+def read_table(path, split='train'):
+  raise OSError(f'{path} is no table')
+
+
+def test_an_error_of_a_function_of_the_users_says_which_and_with_what():
+  with pytest.raises(OSError, match='no table') as told:
+    Config(ArrayInput, arrays=Config(read_table, path='a.csv'), batch_size=2).instantiate().get_next()
+  assert told.value.__notes__ == ["praxis_lite: in read_table(path='a.csv', split='train'), a function of the data"]
+  said = str(user_code_error(told.value))
+  assert said.endswith("), in read_table(path='a.csv', split='train'), a function of the data")
 
 
 def test_arrays_may_be_given_or_loaded_by_a_function_or_its_config():

@@ -16,11 +16,12 @@ import praxis_lite
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import CheckpointError
+from praxis_lite.inputs import TextInput
 from praxis_lite.instruments.explain import parameter_table, summarize
 from praxis_lite.instruments.explain.report import explain_task
 from praxis_lite.instruments.verification import verify
 from praxis_lite.runs import run_train
-from praxis_lite.runs.loop.job import _describe_long_warmups
+from praxis_lite.runs.loop.job import _describe_long_warmups, _describe_raw_lines
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.training.learning import Learner, LearnerRule, LinearWarmupCosine, MultiLearner
 
@@ -75,6 +76,14 @@ def test_a_warmup_that_the_run_does_not_finish_is_warned_of() -> None:
   several.task.train.learner.rules[1].learner.schedule = warm
   (line,) = told(several)
   assert line.startswith('warning: task.train.learner.rules[1].learner.schedule.warmup_steps = 5: ')
+
+
+def test_json_lines_that_are_read_as_plain_text_are_warned_of() -> None:
+  config = tiny_run(1)
+  assert not list(_describe_raw_lines(config))
+  for path, told in (('a.txt', 0), ('a.jsonl', 1), (['a.txt', 'b/*.jsonl'], 1), (Config(open), 0)):
+    config.datasets = [Config(TextInput, path=path, seq_len=4, batch_size=2)]
+    assert len(list(_describe_raw_lines(config))) == told
 
 
 def test_other_rules_are_refused_before_anything_is_compiled(tmp_path: Any) -> None:

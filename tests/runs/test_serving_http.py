@@ -203,7 +203,8 @@ def test_other_routes(server):
   assert b'praxis_lite_requests_open 0\n' in server.get('/metrics')[1]
   for path, expected in (('/v1/nothing', 404), ('/v1/completions', 405)):
     status, body = server.get(path)
-    assert status == expected and path in json.loads(body)['error']['message']
+    message = json.loads(body)['error']['message']
+    assert status == expected and path in message and 'the routes are POST /v1/completions, ' in message
   # A page of another site, whose name leads to this machine.
   status, body = server.get('/health', host='other.example')
   said = json.loads(body)['error']['message']

@@ -10,9 +10,11 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.common.accelerators import accelerator_of
+from praxis_lite.common.config import target
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, first_lines, prefix_errors
 from praxis_lite.common.figures import format_axes, number_of
+from praxis_lite.inputs import TextInput
 from praxis_lite.layers.dot_product import many_logits
 from praxis_lite.layers.implementations import describe_implementations
 from praxis_lite.layers.pipeline import describe_pipelines
@@ -135,7 +137,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
     inputs=inputs,
     corruption=CorruptionPolicy(directory, options.on_corruption, elastic=options.elastic, most=most),
     loggers=loggers,
-    lines=[*_describe(task, partitioned, fit, devices), *out, *left_out],
+    lines=[*_describe(task, partitioned, fit, devices), *_describe_raw_lines(config), *out, *left_out],
   )
 
 
@@ -242,6 +244,20 @@ def _describe_long_warmups(task: SingleTask) -> Iterator[str]:
     if isinstance(warmup, int) and warmup > steps:
       field = '.'.join(filter(None, ['task.train.learner', path, 'schedule.warmup_steps']))
       yield f'warning: {field} = {warmup}: the run ends at step {steps}, before the learning rate has reached its peak'
+
+
+def _describe_raw_lines(config: ExperimentConfig) -> Iterator[str]:
+  """Yields a warning for each dataset that reads JSON Lines as plain text."""
+  for i, dataset in enumerate(config.datasets):
+    built, path = target(dataset), getattr(dataset, 'path', None)
+    paths = [path] if isinstance(path, str) else path if isinstance(path, list | tuple) else []
+    if not (isinstance(built, type) and issubclass(built, TextInput)):
+      continue
+    if raw := [each for each in paths if str(each).endswith('.jsonl')]:
+      yield (
+        f'warning: datasets[{i}].path: {raw[0]} is read as plain text, with the braces and names of JSON; '
+        '`praxis-lite tokenize` reads a field of each line, and TokenizedInput its rows'
+      )
 
 
 def _describe(

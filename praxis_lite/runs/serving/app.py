@@ -320,6 +320,9 @@ def _error(error: RequestError, *, closes: bool = False) -> Response:
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
   assert isinstance(error, HTTPException)
-  response = _error(RequestError(f'{request.method} {request.url.path}: {error.detail}', error.status_code))
+  routes = [route for route in request.app.routes if isinstance(route, Route)]
+  known = ', '.join(f'{"POST" if "POST" in (route.methods or ()) else "GET"} {route.path}' for route in routes)
+  told = f'{request.method} {request.url.path}: {error.detail}; the routes are {known}'
+  response = _error(RequestError(told, error.status_code))
   response.headers.update(error.headers or {})
   return response
