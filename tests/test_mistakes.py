@@ -328,6 +328,20 @@ def test_a_feed_forward_layer_without_the_sizes_that_its_block_sets_is_told_what
     block.instantiate()
 
 
+class Misspelt(Layer):
+  def __call__(self, x):
+    return self.haed(x)
+
+  def scaled(self, x):
+    return x * self.theta.sacle
+
+
+@pytest.mark.parametrize('method', ['__call__', 'scaled'])
+def test_a_child_or_weight_that_is_not_there_is_told_with_the_line(method):
+  with pytest.raises(ConfigError, match=r'no (attribute or child|variable) .* \(.*test_mistakes\.py:\d+\)$'):
+    Config(Misspelt).instantiate().apply({}, jnp.ones(3), method=method)
+
+
 class OfPyTorch(Layer):
   dims: int = REQUIRED
   bias: bool = False

@@ -35,6 +35,7 @@ from praxis_lite.common.config import Config, Configurable, build_at, target, te
 from praxis_lite.common.config.editing import set_up
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, check_range, did_you_mean
 from praxis_lite.common.figures import number_of
+from praxis_lite.common.importing import calling_line
 from praxis_lite.common.mistakes import missing_call
 from praxis_lite.common.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, node_at, path_name
 from praxis_lite.layers.base import call
@@ -321,6 +322,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       raise UnknownFieldError(
         f'{where} has no attribute or child {name!r}.{close} A child is made in setup() by '
         f'self.create_child({name!r}, Config(...)), a hyperparameter is an annotated attribute of the class{inherits}'
+        f'{calling_line()}'
       )
 
   def __repr__(self) -> str:

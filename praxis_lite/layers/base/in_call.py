@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError, DataError, UnknownFieldError, check_choice, did_you_mean
 from praxis_lite.common.figures import number_of
+from praxis_lite.common.importing import calling_line
 from praxis_lite.common.jax_internals.programs import current_trace
 from praxis_lite.common.trees import NestedDict, Path, path_name
 from praxis_lite.layers.base import call
@@ -245,7 +246,7 @@ class Theta:
     if weight is None:
       raise UnknownFieldError(
         f'{layer.path_name} ({type(layer).__name__}) has no variable {name!r}.{did_you_mean(name, layer._weights)} '
-        f'Declare it in setup(): self.create_variable({name!r}, WeightHParams(shape))'
+        f'Declare it in setup(): self.create_variable({name!r}, WeightHParams(shape)){calling_line()}'
       )
     return layer._read_weight(name, layer._read_dtype(weight))
 
