@@ -207,7 +207,7 @@ MISTAKES = {
   'no super().setup()': (
     SETUP,
     "self.create_child('other', Config(Scale))",
-    r"^Mine \(Mine\) has no attribute or child 'head'\. .*; its setup\(\) may lack super\(\)\.setup\(\) \(own\.py:\d+\)$",
+    r"^Mine \(Mine\) has no attribute or child 'head'\. .*; its setup\(\) may lack super\(\)\.setup\(\) \(own\.py:",
   ),
   'variable as an attribute': (
     PREDICTIONS,
