@@ -80,15 +80,18 @@ def _by_name(cls: type[Configurable], init: Callable[..., None]) -> Callable[...
   names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
 
   @functools.wraps(init)
-  def checked(self: Configurable, *args: object, **values: object) -> None:
-    if args:
-      raise TypeError(not_by_name(cls))
-    for name in values:
-      if name not in names:
-        raise TypeError(f'{cls.__qualname__} has no field {name!r}.{did_you_mean(name, names)}')
-    init(self, **values)
+  def explained(self: Configurable, *args: object, **values: object) -> None:
+    try:
+      init(self, *args, **values)
+    except TypeError:
+      if args:
+        raise TypeError(not_by_name(cls)) from None
+      for name in values:
+        if name not in names:
+          raise TypeError(f'{cls.__qualname__} has no field {name!r}.{did_you_mean(name, names)}') from None
+      raise
 
-  return checked
+  return explained
 
 
 def not_by_name(cls: type[Configurable]) -> str:
