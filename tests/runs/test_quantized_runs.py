@@ -242,3 +242,21 @@ def test_gradients_of_adapters_are_those_on_the_dequantized_weights():
   assert found.keys() == paths and max(np.abs(x).max() for x in expected.values()) > 1e-3
   for path, gradient in expected.items():
     np.testing.assert_allclose(found[path], gradient, atol=1e-5, rtol=1e-5, err_msg=str(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['float', 'int4'])
+def test_a_run_with_masks_that_are_renewed_is_stored_with_its_zeros(name, tmp_path):
+  config = configure(SyntheticLmTiny)
+  config.task.train.set(num_train_steps=4, save_interval_steps=4, log_interval_steps=4)
+  rule = Config(QuantizedWeights, format=name, kept=(2, 4), trained=True, num_shots=2, mask_update_interval=2)
+  quantize_weights(config.task.model, rule)
+  run_train(config, tmp_path / 'few')
+  quantize_run(read_record(tmp_path / 'few').config, tmp_path / 'few', tmp_path / 'stored')
+  few, stored = open_run(tmp_path / 'few').load(), open_run(tmp_path / 'stored').load()
+  np.testing.assert_allclose(stored.evaluate('validation')['loss'], few.evaluate('validation')['loss'], rtol=1e-5)
+  query = few.variables['lm']['transformer']['layers']['attention']['query']
+  assert np.any(query['w'][query['w_sparsity_mask'] == 0])
+  export_run(read_record(tmp_path / 'few').config, tmp_path / 'few', tmp_path / 'exported')
+  theirs = read_folder(tmp_path / 'exported')['model.layers.1.self_attn.q_proj.weight'].read_all()
+  assert not np.any(theirs.T[np.asarray(query['w_sparsity_mask'][1]).reshape(18, 18) == 0])
