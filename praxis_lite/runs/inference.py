@@ -61,7 +61,7 @@ def run_decode(
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   if not (inputs := datasets.inputs):
     continues_texts = hasattr(config.task.model, 'decoder_tpl')
-    other = 'to continue a text, pass --prompt, or --prompt_ids' if continues_texts else 'add one, or use `predict`'
+    other = 'to decode from a text, pass --prompt, or --prompt_ids' if continues_texts else 'add one, or use `predict`'
     raise ConfigError(f'decode_datasets(): there is no input to decode; {other}')
   check = functools.partial(datasets.check, inputs)
   model = restore_model(config, job_log_dir, use_ema='decode', check=check, **options)

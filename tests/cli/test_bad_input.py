@@ -541,7 +541,7 @@ PROMPTS = {
   'texts and ids': (['--prompt=a', '--prompt_ids=1'], r'--prompt and --prompt_ids cannot be combined'),
   'chat of ids': (['--chat', '--prompt_ids=1'], r'--chat puts texts into a template; use it with --prompt'),
   'system without chat': (['--prompt=a', '--system=b'], r'--system is the system message of a chat; add --chat'),
-  'none': ([], r'decode_datasets\(\): there is no input to decode; to continue a text, pass --prompt'),
+  'none': ([], r'decode_datasets\(\): there is no input to decode; to decode from a text, pass --prompt'),
 }
 
 
