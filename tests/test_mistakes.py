@@ -292,6 +292,8 @@ def test_a_dict_in_place_of_an_array():
   assert not isinstance(own.value, UserError)
   with pytest.raises(UserError, match=r'^Casting\.apply\(variables, \*args\): .* got ndarray'):
     layer.apply(np.ones(3), {})
+  with pytest.raises(UserError, match=r'^Casting\.init: expected one key, .* got a dict'):
+    layer.init({'params': jax.random.key(0)})
   with pytest.raises(UserError, match=r'^Casting\.init\(0\): expected a key, such as jax\.random\.key\(0\)'):
     layer.init(0)
 

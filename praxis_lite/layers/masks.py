@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
 from typing import Any, NamedTuple, Self, dataclass_transform
 
 import jax
@@ -262,6 +263,9 @@ class SlidingWindow(OffsetMask):
 
   window: int
 
+  def __post_init__(self) -> None:
+    _check_size('SlidingWindow.window', self.window)
+
   @property
   def behind(self) -> int:
     return self.window - 1
@@ -288,6 +292,9 @@ class LocalChunks(AttentionMask):
   """Allows keys in the chunk of the query: the chunk of index i is i // `chunk` (Llama 4)."""
 
   chunk: int
+
+  def __post_init__(self) -> None:
+    _check_size('LocalChunks.chunk', self.chunk)
 
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> Array:
     return query_T[..., :, None] // self.chunk == key_S[..., None, :] // self.chunk
@@ -369,13 +376,21 @@ class ArrayMask(AttentionMask):
 # ---------------------------------------------------------------- helpers
 
 
+def _check_size(name: str, size: object) -> None:
+  """Raises ConfigError unless a number of tokens is an integer of at least 1."""
+  if not isinstance(size, Integral) or size < 1:
+    raise ConfigError(f'{name}: expected an integer of at least 1, got {size!r}')
+
+
 def to_mask(mask: AttentionMask | Array | None) -> AttentionMask:
   """Returns an array, None or a mask as a mask.
 
-  An array is bool and broadcasts to [B, N, T, S]; None allows all keys.
+  An array is bool and broadcasts to [B, N, T, S]; None allows all keys. Raises ConfigError for the class of a mask.
   """
   if isinstance(mask, AttentionMask):
     return mask
+  if isinstance(mask, type):
+    raise ConfigError(f'expected a mask, got the class {mask.__name__}; call it, as in {mask.__name__}()')
   if mask is None:
     return Band()
   array = jnp.asarray(mask)

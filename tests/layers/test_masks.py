@@ -492,3 +492,18 @@ def test_a_layer_with_a_mask_of_a_users_own_splits_its_sequence(method):
   expected = jax.jit(jax.value_and_grad(functools.partial(loss, one), argnums=(0, 1)))(variables, x)
   found = GuardedJit(on_mesh)(*placed)
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-4, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize('size', [0, -1, '3', 2.5])
+@pytest.mark.parametrize(
+  ('kind', 'name'), [(SlidingWindow, 'SlidingWindow.window'), (LocalChunks, 'LocalChunks.chunk')]
+)
+def test_a_mask_of_no_tokens_is_an_error(kind, name, size):
+  with pytest.raises(ConfigError, match=f'{name}: expected an integer of at least 1, got '):
+    kind(size)
+
+
+def test_the_class_of_a_mask_is_not_a_mask():
+  x = jnp.zeros((1, 4, 2, 4))
+  with pytest.raises(ConfigError, match=r'expected a mask, got the class Causal; call it, as in Causal\(\)'):
+    dot_product_attention(x, x, x, Causal)

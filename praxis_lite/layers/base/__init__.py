@@ -375,6 +375,8 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
     """
     if isinstance(key, int):
       raise ConfigError(f'{self.path_name}.init({key}): expected a key, such as jax.random.key({key})')
+    if isinstance(key, dict):
+      raise ConfigError(f'{self.path_name}.init: expected one key, such as jax.random.key(0), got a dict')
     declared = self.abstract_init()
     values = init_weights(leaves_by_path(declared), lambda paths: call.fold_in_paths(key, paths))
     return map_with_path(lambda path, _: values[path], declared)
