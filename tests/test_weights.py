@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.common.errors import ConfigError
+from praxis_lite.sharding import weights
 from praxis_lite.sharding.weights import (
   WeightHParams,
   WeightHParamsCollection,
@@ -143,6 +144,22 @@ def test_scalars_and_vectors_can_be_drawn(name):
 def test_values_are_a_function_of_the_key():
   np.testing.assert_array_equal(draw(WeightInit.Gaussian(), seed=1), draw(WeightInit.Gaussian(), seed=1))
   assert not np.array_equal(draw(WeightInit.Gaussian(), seed=1), draw(WeightInit.Gaussian(), seed=2))
+
+
+@pytest.mark.parametrize('method', ['gaussian', 'uniform', 'truncated_gaussian'])
+def test_a_weight_drawn_alone_is_that_of_a_larger_program_and_is_quick_to_compile(method):
+  quick = weights._quick_draw('cpu')
+  for weight in (WeightHParams((3, 5), WeightInit(method, 0.3)), WeightHParams((5,), WeightInit(method), 'bfloat16')):
+    for one in (weight, weight.repeat(2)):
+      for key in (jax.random.key(1), jax.random.PRNGKey(1)):
+        alone = init_weight(one, key)
+        within = jax.jit(lambda k, one=one: init_weight(one, k))(key)
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (alone, within)), rtol=1e-6, atol=1e-7)
+  assert (compiled := quick._cache_size())
+  init_weight(WeightHParams((3, 5), WeightInit(method, 0.7)), jax.random.key(2))  # Another scale is no other program.
+  on_two = jax.device_put(jax.random.key(1), jax.NamedSharding(jax.make_mesh((2,), 'x'), jax.P()))
+  init_weight(WeightHParams((7, 5), WeightInit(method)), on_two)  # This has no guards, so it is for one device.
+  assert quick._cache_size() == compiled
 
 
 def test_dtype_of_the_declaration_is_that_of_the_value():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,11 +22,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite.common.errors import ConfigError, RangeError
+from praxis_lite.common.jax_internals.flags import quick_options
 from praxis_lite.common.trees import Path
 
 # One entry per dimension: a mesh or logical axis name, an index into mesh_axis_names, a tuple of those, None or -1 for
 # a dimension that is not split, or PartitionSpec.UNCONSTRAINED for one that is left to the compiler.
 SplitDimsMapping = Sequence[Any] | None
+# With fewer parameters, a CPU takes longer to optimize the program that draws them than to run the program without
+# optimizations.
+FEW_TO_DRAW = 1 << 23
 
 
 class DeclaredSplit(tuple[Any, ...]):
@@ -369,29 +374,57 @@ def _draw_repeated(
 
 def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
   """Returns the initial value of `weight`, of shape `full_shape`; repeated layers are drawn independently."""
-  if weight.repeat_prefix:
-    one = dataclasses.replace(weight, repeat_prefix=(), repeat_prefix_split_dims_mapping=DeclaredSplit())
-    keys = jax.random.split(key, math.prod(weight.repeat_prefix))
-    return jax.vmap(lambda k: init_weight(one, k))(keys).reshape(weight.full_shape)
-  if isinstance(weight.init, JointInit):
-    return weight.init.draw(key)[weight.init.below].astype(weight.as_struct().dtype)
   if weight.init is None:
     raise ConfigError(
       'a weight without an initializer cannot be created; set WeightHParams.init or the layer params_init'
     )
-  dtype, shape, scale = jnp.dtype(weight.dtype or jnp.float32), weight.shape, weight.init.scale
-  distribution, scaling = _METHODS[weight.init.method]
+  keys = jax.random.split(key, math.prod(weight.repeat_prefix)) if weight.repeat_prefix else key
+  each = jax.vmap if weight.repeat_prefix else lambda draw: draw
+  dtype, shape = weight.as_struct().dtype, weight.shape
+  if isinstance(init := weight.init, JointInit):
+    return each(lambda k: init.draw(k)[init.below].astype(dtype))(keys).reshape(weight.full_shape)
+  distribution, scaling = _METHODS[init.method]
   if distribution == 'constant':
-    return jnp.full(shape, scale, dtype)
-  draw_dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+    return jnp.full(weight.full_shape, init.scale, dtype)
+  draw_dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(jnp.float32)
   if distribution == 'delta_orthogonal' and len(shape) > 1:
-    return _delta_orthogonal(key, shape, scale, draw_dtype).astype(dtype)
-  scale *= _scale_of_shape(scaling, weight)
-  if distribution == 'uniform':
-    return jax.random.uniform(key, shape, draw_dtype, -scale, scale).astype(dtype)
-  if distribution == 'truncated_gaussian':
-    return (scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, draw_dtype)).astype(dtype)
-  return (scale * jax.random.normal(key, shape, draw_dtype)).astype(dtype)
+    values = each(lambda k: _delta_orthogonal(k, shape, init.scale, draw_dtype))(keys)
+  else:
+    scale, draw = init.scale * _scale_of_shape(scaling, weight), _draw
+    is_traced = isinstance(keys, jax.core.Tracer)
+    if not is_traced and len(devices := keys.devices()) == 1 and math.prod(weight.full_shape) < FEW_TO_DRAW:
+      draw = _quick_draw(next(iter(devices)).platform)
+    limits = (-scale, scale) if distribution == 'uniform' else (-2.0, 2.0)
+    values = draw(keys, limits, distribution, shape, draw_dtype, bool(weight.repeat_prefix))
+    values = values if distribution == 'uniform' else scale * values
+  return values.astype(dtype).reshape(weight.full_shape)
+
+
+def _draw(
+  keys: jax.Array,
+  limits: tuple[float, float],
+  distribution: str,
+  shape: tuple[int, ...],
+  dtype: np.dtype,
+  is_repeated: bool,
+) -> jax.Array:
+  """Returns values of `shape`, standard normal or within `limits`; if `is_repeated`, [R, *shape] for R keys."""
+
+  def draw(key: jax.Array) -> jax.Array:
+    if distribution == 'uniform':
+      return jax.random.uniform(key, shape, dtype, *limits)
+    if distribution == 'truncated_gaussian':
+      return jax.random.truncated_normal(key, *limits, shape, dtype)
+    return jax.random.normal(key, shape, dtype)
+
+  return jax.vmap(draw)(keys) if is_repeated else draw(keys)
+
+
+@functools.cache
+def _quick_draw(platform: str) -> Callable[..., jax.Array]:
+  """Returns `_draw` as a program of its own. XLA would take a second to optimize it for a CPU, and it runs once."""
+  static = ('distribution', 'shape', 'dtype', 'is_repeated')
+  return jax.jit(_draw, static_argnames=static, compiler_options=quick_options(platform))
 
 
 def _scale_of_shape(scaling: str, weight: WeightHParams) -> float:

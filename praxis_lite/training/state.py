@@ -22,16 +22,13 @@ from praxis_lite.sharding.padding import MeshLike, axis_sizes
 from praxis_lite.sharding.placement import place_variables, placed_specs
 from praxis_lite.sharding.slots import opt_state_specs
 from praxis_lite.sharding.specs import spec_axes
+from praxis_lite.sharding.weights import FEW_TO_DRAW
 from praxis_lite.training.learning.base_learner import BoundLearner
 from praxis_lite.training.learning.owners import Splits
 from praxis_lite.training.task import SingleTask
 
 T = TypeVar('T')
 StateT = TypeVar('StateT', bound='TrainState | NestedDict')
-
-# With fewer parameters, a CPU takes longer to optimize the program that draws them than to run the program without
-# optimizations.
-_FEW = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +206,7 @@ def state_initializer(
       given = GivenVariables(stored.unpad(values), known)
     return layout.pad(initialize_train_state(jax_task, key, given))
 
-  options = quick_options(platform(layout.mesh)) if jax_task.model.total_num_params < _FEW else None
+  options = quick_options(platform(layout.mesh)) if jax_task.model.total_num_params < FEW_TO_DRAW else None
   return GuardedJit(bind_mesh(init, layout.mesh), out_shardings=layout.shardings, compiler_options=options)
 
 

@@ -33,6 +33,7 @@ UNGUARDED = {
     'within the step, whose program is guarded; one is lowered only to see if it can be',
   ),
   'training/learning/moments.py': (2, 'within the step, whose program is guarded'),
+  'sharding/weights.py': (1, 'one device'),
   'sharding/constraints.py': (1, 'a reshard, which is right for all splits'),
   'sharding/guards/guard.py': (2, 'GuardedJit, and what is exported, whose program is guarded'),
   'instruments/plan/calibration.py': (1, 'measures links of devices with arrays whose values are not used'),
