@@ -13,11 +13,13 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves_by_path
 from praxis_lite.instruments.explain.report import batch_of
+from praxis_lite.instruments.verification import shrink
 from praxis_lite.instruments.verification.shrink import small_task
 from praxis_lite.instruments.verification.small_mesh import small_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.layers.base.facts import PipelineStages
 from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.sequential import Sequential
 from praxis_lite.models import ClassificationModel, griffin_lm, set_pipeline
 from praxis_lite.sharding.placement import placed_specs
 from praxis_lite.training import registry
@@ -78,7 +80,8 @@ def small_experiment(name):
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(
-  'name', ['lm.StdlibLmMixed', 'lm_sizes.Llama8B', 'lm_sizes.Gpt2Xl', 'recurrent.RecurrentGemma2B']
+  'name',
+  ['lm.StdlibLmMixed', 'lm_sizes.Llama8B', 'lm_sizes.Gpt2Xl', 'recurrent.RecurrentGemma2B', 'families.DeepSeekV3'],
 )
 def test_dimensions_are_as_even_as_the_real_ones(name):
   """Also if layers take turns by three, and 26 layers are 8 turns and two more."""
@@ -104,6 +107,27 @@ def test_sizes_keep_their_order_and_what_they_divide():
   assert [small.sizes[n] for n in real] == sorted(small.sizes.values())
   for m in real:
     assert all(small.sizes[n] % small.sizes[m] == 0 for n in real if n % m == 0)
+
+
+class Chain(Sequential):
+  """Layers one after the other, from 24 to 24 dims."""
+
+  output_dims: int = 24
+
+  def __call__(self, x_BD, weights_B):
+    return Sequential.__call__(self, x_BD)
+
+
+def test_sizes_of_a_large_model_keep_their_order_only_where_they_meet(monkeypatch):
+  """Each of the powers of two meets 24 and no other power, as the experts of a model do not meet its heads."""
+  monkeypatch.setattr(shrink, '_MOST_WEIGHTS', 10_000)
+  powers = [2**k for k in range(6, 14)]
+  layers = [Config(Linear, input_dims=m, output_dims=n) for k in powers for m, n in ((24, k), (k, 24))]
+  network = Config(Chain, layers_tpl=tuple(layers))
+  task = Config(SingleTask, model=Config(ClassificationModel, num_classes=10, network_tpl=network))
+  leaves = {'image': ((64, 24), np.float32), 'label': ((64,), np.int32), 'weights': ((64,), np.float32)}
+  sizes = small_task(task, {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()}).sizes
+  assert all(sizes[24] < sizes[n] <= 4 * sizes[24] for n in powers), sizes
 
 
 def test_a_flattened_image_stays_the_product_of_its_dimensions():

@@ -10,6 +10,10 @@ The properties that decide how an array is split do not change:
     products         the size of a flattened input stays the product of its dimensions
     specs            variables keep the specs of their real sizes: a strategy with a threshold splits no small ones
 
+A model whose sizes divide each other in a long chain stays large by these rules. Then order and divisors stay only
+among sizes that meet: in the fields of a layer, in a variable, or in the inputs and what may divide these into windows.
+Sizes that do not meet may become equal, and an uneven size may lose divisors that would make it even.
+
 A mesh that is small enough stays the same; otherwise `small_mesh.py` chooses a similar one.
 """
 
@@ -44,6 +48,7 @@ _LAYERS = ('num_layers', 'unroll')
 _DECODING = ('max_decode_steps', 'cache_page_size')
 _LONGEST_TURN = 12  # The most layers in a pattern of layers that is repeated.
 _FEW = 8
+_MOST_WEIGHTS = 3 * 10**7  # A model of more weights is compared in minutes, not in seconds.
 
 
 class SmallTask(NamedTuple):
@@ -75,6 +80,9 @@ class _Split(NamedTuple):
   axes: tuple[str, ...]
   real_parts: int
   small_parts: int
+
+
+_Meet = Callable[[int, int], bool]  # Whether two sizes of the real model meet.
 
 
 class _Stages(NamedTuple):
@@ -136,8 +144,8 @@ def small_task(
   stacks = [split for split in splits if split.size in counts]
   first = max((len(getattr(layer, 'first_tpl', ())) for layer in task.model.descendants()), default=0)
 
-  def shrunk(kept: Iterable[int], more: int = 0) -> SmallTask:
-    chosen = _small_sizes(sizes, splits, shapes, kept)
+  def shrunk(kept: Iterable[int], more: int = 0, meet: _Meet | None = None) -> SmallTask:
+    chosen = _small_sizes(sizes, splits, shapes, kept, meet)
     few = {n: first + more + _small_count(n, first, stacks, pipelines) for n in counts}
     layers = {n: n if n in kept else min(n, few[n]) for n in counts}
     by_field = dict.fromkeys(_LAYERS, layers)
@@ -152,8 +160,10 @@ def small_task(
   # If layers repeat a pattern, the last repetition may be incomplete; the small model must then have one like it.
   layers_of_all = _kinds_of_layers(as_they_are)
   more = next((k for k in range(_LONGEST_TURN) if _kinds_of_layers(shrunk((), k)) == layers_of_all), 0)
-  tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
-  return next((small for small in (shrunk(kept, more) for kept in tried) if _is_valid(small)), as_they_are)
+  tried: list[tuple] = [((), more), *(((n,), more) for n in sorted(sizes, reverse=True) if n > _SMALL)]
+  if _num_weights(shrunk((), more)) > _MOST_WEIGHTS:
+    tried.insert(0, ((), more, _sizes_that_meet(task, sizes, shapes)))
+  return next((small for small in (shrunk(*each) for each in tried) if _is_valid(small)), as_they_are)
 
 
 def _shrink_stages(stages: PipelineStages, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
@@ -187,10 +197,11 @@ def replace_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask
 
 
 def _small_sizes(
-  sizes: set[int], splits: Sequence[_Split], shapes: Sequence[tuple[int, ...]], kept: Iterable[int]
+  sizes: set[int], splits: Sequence[_Split], shapes: Sequence[tuple[int, ...]], kept: Iterable[int], meet: _Meet | None
 ) -> dict[int, int]:
-  """Returns a small size for each of `sizes`, chosen in ascending order."""
+  """Returns a small size for each of `sizes`, chosen in ascending order; without `meet`, all sizes meet."""
   chosen = {1: 1, 2: 2}
+  free: set[int] = set()  # Sizes that lost a divisor, because it would make them even; they divide no other size.
   flat = {math.prod(shape): shape for shape in shapes if len(shape) > 1}
   for n in sorted(sizes - {0, 1, 2}):
     of_n = [split for split in splits if split.size == n]
@@ -199,12 +210,17 @@ def _small_sizes(
     elif n in flat and all(dim in chosen for dim in flat[n]):
       chosen[n] = math.prod(chosen[dim] for dim in flat[n])
     else:
-      chosen[n] = _small_size(n, chosen, of_n)
+      met = chosen if meet is None else {m: k for m, k in chosen.items() if m <= 2 or meet(m, n)}
+      uneven = [s.small_parts for s in of_n if n % s.real_parts and meet]
+      divisors = [m for m in met if n % m == 0 and m not in free]
+      if any(met[m] % parts == 0 for m in divisors for parts in uneven):
+        free.add(n)
+        divisors = [m for m in divisors if all(met[m] % parts for parts in uneven)]
+      chosen[n] = _small_size(n, met, divisors, of_n)
   return chosen
 
 
-def _small_size(n: int, chosen: Mapping[int, int], splits: Sequence[_Split]) -> int:
-  divisors = [m for m in chosen if n % m == 0]
+def _small_size(n: int, chosen: Mapping[int, int], divisors: Sequence[int], splits: Sequence[_Split]) -> int:
   step = math.lcm(*(chosen[m] for m in divisors))
   least = max(_SMALL * (n > _SMALL), *chosen.values()) + 1
   candidates = list(range(-(-least // step) * step, n + (n <= _SMALL), step))[:64]
@@ -218,6 +234,21 @@ def _small_size(n: int, chosen: Mapping[int, int], splits: Sequence[_Split]) -> 
     return uneven, otherwise, odd, divides
 
   return min(candidates, key=misfits, default=n)
+
+
+def _sizes_that_meet(task: SingleTask, sizes: set[int], shapes: Sequence[tuple[int, ...]]) -> _Meet:
+  """Returns whether two sizes meet: in the fields of a layer, in a variable, or in the inputs.
+
+  Inputs may be divided into windows or chunks, so their sizes also meet those that no variable has.
+  """
+  fields = (
+    [x if isinstance(x, list | tuple) else (x,) for x in vars(layer).values()] for layer in task.model.descendants()
+  )
+  layers = [{n for values in each for n in values if isinstance(n, int)} for each in fields]
+  variables = [set(weight.full_shape) for weight in jax.tree.leaves(task.model.abstract_init())]
+  of_inputs = set().union(*shapes) | sizes.difference(*variables)
+  groups = [*layers, *variables, of_inputs]
+  return lambda m, n: any(m in group and n in group for group in groups)
 
 
 def _small_count(n: int, first: int, stacks: Sequence[_Split], pipelines: Sequence[_Stages]) -> int:
@@ -277,6 +308,15 @@ def _kinds_of_layers(small: SmallTask) -> set[str] | None:
     }
   except Exception:  # A model may raise any error; see `_is_valid`.
     return None
+
+
+def _num_weights(small: SmallTask) -> int:
+  """Returns the number of weights of a small task; 0 if it cannot be built."""
+  try:
+    weights = jax.tree.leaves(small.config.instantiate().model.abstract_init())
+  except Exception:  # A model may raise any error; see `_is_valid`.
+    return 0
+  return sum(math.prod(weight.full_shape) for weight in weights)
 
 
 def _is_valid(small: SmallTask) -> bool:
