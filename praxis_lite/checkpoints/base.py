@@ -4,8 +4,8 @@
     runs/tuned/checkpoints/20      mdl_vars.lm.w.lora.a, opt_states...; `about` names the base and the arrays left out
 
 The seal of the base, a random number drawn when it was saved, shows whether another checkpoint has replaced it. An
-array that is left out has the same true shape in both records. If its floating dtypes in them differ, the values of the
-base are cast.
+array that is left out has the same shape, without padding, in the records of both checkpoints. The dtypes in the two
+records may differ if both are floating; the values of the base are then cast.
 """
 
 from __future__ import annotations

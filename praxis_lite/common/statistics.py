@@ -179,7 +179,7 @@ def _stored_as_float32(x: jax.Array) -> jax.Array:
 
 
 def _part(part: str, x: jax.Array, real: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """Returns a part over `axes` that needs more than one pass."""
+  """Returns one part of the statistics over `axes`, for a part that a single pass over x cannot compute."""
   first, is_real = axes[0], jnp.broadcast_to(real, x.shape)
   x = jnp.where(is_real, x, 0)
   if part == 'units':
@@ -216,7 +216,7 @@ def _count_bins(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def bin_edges() -> np.ndarray:
-  """Returns the right edges of a histogram's bins, float64 [bins], in ascending order; zeros are in the middle one."""
+  """Returns the right edges of a histogram's bins, float64 [bins], in ascending order; the middle bin counts zeros."""
   exponents = np.arange(_LOWEST, _HIGHEST)
   powers = np.stack([2.0**exponents, 1.5 * 2.0**exponents], 1).ravel()  # The left edges of positive bins.
   positive = np.append(powers[1:], 2.0**_HIGHEST)

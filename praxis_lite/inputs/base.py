@@ -155,7 +155,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     return [bad for source in self._sources for bad in source.bad_records]
 
   def examples_at(self, state: dict[str, Any]) -> list[str]:
-    """Returns, for each example of the batch after a state, a text such as 'record 7 of a.x'; [] if it is unknown."""
+    """Returns a text such as 'record 7 of a.x' for each example of the batch that follows `state`; [] if unknown."""
     return []
 
   @property
@@ -179,7 +179,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     return (self._rows_of_batch,)
 
   def rows_after(self, state: dict[str, Any]) -> int:
-    """Returns the number of rows of the global batch after a state."""
+    """Returns the number of rows of the global batch that follows `state`."""
     return self._rows_of_batch
 
   @functools.cached_property

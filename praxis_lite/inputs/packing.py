@@ -34,7 +34,7 @@ _MOST_COPIES = 16
 
 
 def check_row_length(field: str, seq_len: int, num_tokens: int) -> None:
-  """Raises a DataError if a row is so much longer than the whole data that memory and time go into padding.
+  """Raises a DataError if a row is much longer than all of the data together, so that it would be mostly padding.
 
   Only data for training is checked. Held-out data has rows of the same length, and may have only a few examples.
   """
@@ -92,7 +92,7 @@ class PackedRows:
     return batch
 
   def windows(self, starts: np.ndarray) -> Rows:
-    """Returns a batch like `rows`, whose rows have the ids tokens[s : s + T], for each s in `starts`, [B]."""
+    """Returns a batch like `rows` does: for each s in `starts`, [B], a row with the ids tokens[s : s + T]."""
     source = starts[:, None] + np.arange(self.seq_len + 1)
     batch = rows_of_tokens(self.tokens[source].astype(np.int32))
     if self.num_bytes is not None:

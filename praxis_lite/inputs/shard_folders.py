@@ -18,7 +18,7 @@ PLAN = 'plan.json'
 
 
 def part_name(number: int, format: str) -> str:
-  """Returns the name of the file of a shard; `format` is its ending."""
+  """Returns the file name of a shard; `format` is the file's ending."""
   return f'part-{number:05}.{format}'
 
 

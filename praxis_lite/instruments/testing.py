@@ -83,7 +83,7 @@ def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
 
 
 def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[str, int]) -> None:
-  """Raises an AssertionError that lists all collectives, unless each kind in `expected` runs that many times.
+  """Raises an AssertionError, which lists all collectives, unless each kind in `expected` runs as often as it says.
 
   Raises:
     KeyError: `expected` has a kind that is not in `KINDS`.

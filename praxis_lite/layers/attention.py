@@ -47,8 +47,8 @@ from praxis_lite.layers.shared_bias import is_bias_shared
 from praxis_lite.sharding.mesh import platform
 from praxis_lite.sharding.weights import SplitDimsMapping
 
-# On accelerators, a single token reads at most this many cache slots at once. Starting one more operation takes longer
-# than reading empty slots.
+# On accelerators, a single token reads up to this many cache slots at once, even if most are empty: starting one more
+# operation takes longer than reading empty slots.
 _MOST_SLOTS = 4096
 # Fields that cross attention does not support.
 _OF_ONE_SEQUENCE = (

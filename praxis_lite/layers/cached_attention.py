@@ -54,8 +54,8 @@ class CachedAttention:
   window: int | None = None  # Number of last tokens that are kept, which makes the cache a ring; None keeps all.
   # How many slots are read at once, and how many tokens of a prompt are computed at once; None means all.
   page_size: int | None = None
-  # A single token reads up to this number of slots at once, if it is more than `page_size`. So do several tokens that
-  # have few logits; see `_MOST_LOGITS`.
+  # A single token reads up to this number of slots at once, if this is more than `page_size`. Several tokens do the
+  # same if they have few logits; see `_MOST_LOGITS`.
   most_slots: int = 0
   spec: AttentionSpec = DEFAULT_SPEC  # How attention is computed; its `implementation` is not used.
   bias: PositionBias | None = None  # Bias of the logits; None disables it.
@@ -115,7 +115,7 @@ class CachedAttention:
     if cache.turn is not None:  # XLA would copy a stack that a loop over pages reads and writes.
       context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.unstack(), mask)
       return context_BTNH, cache.restack(own)
-    if sees_later:  # Tokens of the first page may attend to tokens of the last one.
+    if sees_later:  # Tokens of the first page may attend to tokens of the last one, so all are appended first.
       cache = append_tokens(cache, new)
 
       def attend(carry: None, page_of: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
@@ -220,7 +220,7 @@ class CachedAttention:
   def _fits_at_once(self, query_BTNH: jax.Array, slots: int) -> bool:
     """Whether logits are few enough to compute at once.
 
-    That is faster than a loop, in each iteration of which a GPU waits for the host.
+    That is faster than a loop, because a GPU waits for the host in each iteration of a loop.
     """
     return slots <= self.most_slots and math.prod(query_BTNH.shape[:3]) * slots <= _MOST_LOGITS
 

@@ -98,8 +98,9 @@ def sum_windows(
 ) -> jax.Array:
   """Returns the sum over w of filters[w] * x[:, w : w + T], [B, T, ...] in the dtype of sums.
 
-  The products of shifted sequences, which XLA fuses, also work if rows and channels are split. `is_seen` returns which
-  entries of x[:, w : w + T] count, as an array that broadcasts to them; None means all.
+  Each shifted sequence is multiplied by its filter, and XLA fuses the products and the sum. This also works if rows and
+  channels are split. `is_seen` returns which entries of x[:, w : w + T] count, as an array that broadcasts to them;
+  None means all.
   """
   T = x.shape[1] - len(filters) + 1
   x, filters = to_sum_dtype(x), to_sum_dtype(filters)

@@ -147,7 +147,7 @@ class LogMel(Layer):
 
 @functools.lru_cache
 def fourier_matrix(window: str, frame_length: int, fft_length: int) -> np.ndarray:
-  """Returns [L, 2 F], float64: the window times cosines, and then times sines, of the F = fft_length / 2 + 1 waves."""
+  """Returns [L, 2 F], float64: F cosines, and then F sines, each times the window; F is fft_length / 2 + 1."""
   at_L = np.arange(frame_length)
   periods = {'hann': frame_length, 'hamming': frame_length, 'povey': max(frame_length - 1, 1)}
   cosine_L = np.cos(2 * np.pi * at_L / periods.get(window, 1))

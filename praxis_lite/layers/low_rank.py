@@ -1,4 +1,4 @@
-"""LowRankUpdate: what LoRA adds to the product of a layer with its weight, a product with a matrix of low rank.
+"""LowRankUpdate: what LoRA adds to a layer's product with its weight. It is a product with a matrix of low rank.
 
     y = s (x A) B     A [*I, R], B [R, *O], s = alpha / R  or, rank-stabilized, alpha / sqrt(R)
 
@@ -129,7 +129,7 @@ class LowRankUpdate(Layer):
 
 
 def _after_adapters(split: SplitDimsMapping, num_before: int) -> SplitDimsMapping:
-  """Returns `split`; if `num_before` is not 0, with an entry of None in front, for the dimension of adapters."""
+  """Returns `split`; if `num_before` is not 0, with an entry None for the dimension of adapters in front."""
   if split is None or not num_before:
     return split
   return DeclaredSplit((None,), ('adapters are not split',)).followed_by(DeclaredSplit.make(split, ''))
@@ -138,10 +138,10 @@ def _after_adapters(split: SplitDimsMapping, num_before: int) -> SplitDimsMappin
 def split_update(
   update: Config[LowRankUpdate], wt: DeclaredSplit | None, rank_in: int, path: str
 ) -> Config[LowRankUpdate]:
-  """Splits A and B of an update like the weight, [*I, *O], to which the update is added; `wt` is its mapping.
+  """Splits A and B of an update in the same way as the weight to which the update is added.
 
-  If `wt` is None, the task's strategy splits A and B, as it splits the weight. The weight is in the layer at `path`.
-  `rank_in` is the number of dimensions I.
+  The weight is [*I, *O], and `wt` is its mapping. If `wt` is None, the task's strategy splits A and B, as it splits the
+  weight. The weight is in the layer at `path`. `rank_in` is the number of dimensions I.
   """
   if wt is not None:
     whole = DeclaredSplit((None,), (f'derived from the weight of {path}: the rank of an update is not split',))

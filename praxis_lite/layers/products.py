@@ -42,7 +42,7 @@ def multiply_by_w(layer: Layer, x: jax.Array, axes: int, kind: str) -> jax.Array
 
 
 def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.Array:
-  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x, computed as `kind` says, which the field at `path` sets."""
+  """Returns `jnp.tensordot(x, w, axes)` in the dtype of x, computed as `kind` says; the field `path` sets `kind`."""
   if kind == 'fprop':
     return x @ w if axes == 1 and w.ndim == 2 else _tensordot(x, w, axes)
   if kind == 'fp8':
@@ -52,11 +52,11 @@ def matmul(x: jax.Array, w: jax.Array, axes: int, kind: str, path: str) -> jax.A
 
 
 def _tensordot(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
-  """Returns `jnp.tensordot(x, w, axes)`; on one GPU, a few rows are filled up with zeros.
+  """Returns `jnp.tensordot(x, w, axes)`; on one GPU, if x has only a few rows, appends rows of zeros to it.
 
-  XLA for GPUs turns products of fewer multiplications than `_LEAST_PRODUCT` into sums. If these are over several
-  dimensions of a weight, as in the output projection of attention to one token, it writes all terms to memory first. A
-  matrix unit multiplies `_ROWS_AT_ONCE` rows in the time of one.
+  XLA for GPUs turns products of fewer multiplications than `_LEAST_PRODUCT` into sums. If a sum is over several
+  dimensions of a weight, as in the output projection of attention to one token, XLA first writes all its terms to
+  memory. Further rows cost no time: a matrix unit multiplies `_ROWS_AT_ONCE` rows in the time of one.
   """
   lead, needed = x.shape[:-axes], -(-_LEAST_PRODUCT // max(1, w.size))
   if axes == 1 or needed > _ROWS_AT_ONCE or any(map(export.is_symbolic_dim, lead)) or not memory_of_single_gpu():

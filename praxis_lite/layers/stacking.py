@@ -69,8 +69,8 @@ class StackingOverTime(Layer):
   def unstack(self, y_BUD: jax.Array) -> jax.Array:
     """Returns the frames [B, (U - 1) * stride + right_context + 1, D] that make the stacked frames [B, U, W D].
 
-    They begin with the first frame of the input. If the last window reached beyond the input, padding follows its last
-    frame.
+    They begin with the first frame of the input. If the last window reached beyond the end of the input, the padding in
+    that window follows the last frame of the input.
 
     Raises:
       ConfigError: the stride is larger than the window, so that some frames are in no window.

@@ -118,8 +118,8 @@ class PolicyModel(ReferencedModel):
     Metrics: `loss`; `reward` of an answer, the weighted sum of the rewards `reward/<name>`; `equal_groups`, the
     fraction of answers in groups with equal rewards, from which nothing is learnt; `answer_length`, tokens; `finished`,
     the fraction of answers that end with a stop token; `entropy`, estimated from the sampled tokens, nats per token;
-    `clipped`, the fraction of tokens whose ratio is clipped; with a reference `divergence`, an estimate of the KL
-    divergence from it, nats per token. Per example: `loss`, the mean of a row, and `reward`.
+    `clipped`, the fraction of tokens whose ratio is clipped; and, if there is a reference, `divergence`, an estimate of
+    the KL divergence from it, nats per token. Per example: `loss`, the mean of a row, and `reward`.
     """
     tokens, terms = predictions, self.policy_loss.terms(predictions)
     of_tokens = {'entropy': -tokens.old, 'clipped': terms.is_clipped}

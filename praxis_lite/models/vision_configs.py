@@ -71,7 +71,7 @@ def vision_transformer(
     image_size, patch_size: (height, width) in pixels; a number means a square.
     channels, model_dims, num_layers, num_heads, hidden_dims: see `VisionTransformer`.
     pooling: 'class_token', 'mean' or 'attention'.
-    class_token: whether there is a class token; None means only if `pooling` needs it.
+    class_token: whether there is a class token; with None, there is one only if `pooling` needs it.
     positions: 'learned', or 'sinusoidal' for sinusoidal positions of rows and columns.
     representation: whether a linear layer and tanh follow the pooling.
     activation: activation of the feed-forward layers, see `activations.py`.

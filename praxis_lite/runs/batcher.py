@@ -380,7 +380,7 @@ class Batcher:
     if self._store is not None:
       kept = self._prefixes.find(request.prompt, plan.shared)
       ids = self._slots.ids_of(plan.row)
-      # The prompt continues all tokens of the row, so no caches are overwritten.
+      # Whether the prompt continues all tokens of the row. Then no caches are overwritten, and none need to be kept.
       is_extended = plan.source == plan.row and plan.shared == len(ids)
       to = None if is_extended else self._prefixes.keep(ids, but=None if kept is None else kept[0])
       if to is not None:

@@ -40,7 +40,7 @@ class KnownTexts(NamedTuple):
 
   @property
   def num_tokens(self) -> int:
-    """The number of tokens in the continuations, whose log-probabilities are computed."""
+    """The number of tokens whose log-probabilities are computed: all tokens of the continuations."""
     return sum(map(len, self.continuations))
 
 
@@ -161,8 +161,8 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, chunk: int = 8) -> list[
     rows, longest = 2, max(map(len, whole))
     force = _force_text(_table(whole), np.array(list(map(len, whole))))
   else:
-    # The rows contain only targets, which begin alike. So the number of a row says which text it has: a new batcher
-    # gives its rows to requests in order.
+    # The rows contain only targets, and all targets begin alike, so tokens do not show which text a row has. The number
+    # of the row shows it, because a new batcher gives its rows to requests in order.
     whole = [[limits.start_id, *more] for more in texts.continuations]
     rows, longest = len(whole), max(map(len, [*texts.contexts, *whole]))
     force = _force_row(_table(whole))

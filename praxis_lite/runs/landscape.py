@@ -79,7 +79,10 @@ def loss_slice(
 
 
 def random_direction(model: TrainedModel, rng: np.random.Generator) -> NestedDict:
-  """Returns a random direction of the trained variables, as NumPy arrays, scaled to the norms of their units."""
+  """Returns a random direction for the trained variables, as NumPy arrays.
+
+  Each unit of the direction has the norm of the same unit of the variable; vectors and scalars are 0.
+  """
   learner, declared = model.tasks.jax_task.bind_learner(), leaves(model.layer.abstract_init())
 
   def direction(path: Path, x: np.ndarray) -> np.ndarray:

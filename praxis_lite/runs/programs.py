@@ -98,7 +98,7 @@ class TaskOnMesh:
     return self._by_shape[shape]
 
   def taking_sizes_of(self, data: BaseInput) -> SizedSteps:
-    """Returns the task partitioned for each size of the batches of `data`."""
+    """Returns the partitioned tasks for all sizes that batches of `data` may have."""
 
     def resize(size: int) -> Struct:
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), data.batch_struct())
@@ -117,8 +117,9 @@ class TaskOnMesh:
     return AnswerSampling(self.taking_batches_of(prompt_struct(data)), step, data, key)
 
   def taking_rows_like(self, rows: Rows) -> PartitionedTask:
-    """Returns the task partitioned for the number of rows in `rows`, or for a slightly larger compiled number.
+    """Returns the task partitioned for as many rows as `rows` has.
 
+    If the task is already partitioned for a slightly larger number of rows, returns that one.
     The caller, or a step of the task, adds rows of zero weight.
     """
     count = len(rows['weights'])

@@ -110,11 +110,11 @@ def _tokens(prompt: Sequence[int]) -> np.ndarray:
 
 
 def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: Sequence[int], num_drawn: int, first_row: int) -> Rows:
-  """Returns a batch of prompts for the program of a bucket.
+  """Returns a batch of prompts, padded to the width of a bucket, with further arguments of the bucket's program.
 
   Args:
     max_tokens: the largest number of tokens to add to each prompt.
-    num_drawn: how many tokens at the end of each prompt were drawn by earlier calls.
+    num_drawn: how many of the last tokens of each prompt were drawn by earlier calls.
     first_row: the number of the first row; the random numbers of each row depend on its number.
   """
   ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - batch['ids'].shape[1])))
@@ -310,7 +310,7 @@ def is_decoder(task: Config, kind: type[Decoder]) -> bool:
 
 
 def to_decoder(cls: type[Decoder], decoder: Config, common: type[Decoder]) -> Config:
-  """Returns a config of `cls` that takes the fields of `common` from `decoder`; other fields have their defaults."""
+  """Returns a config of `cls`: fields that `common` declares are taken from `decoder`, others have their defaults."""
   names = field_names(Config(common)) or ()
   return Config(cls, **{name: getattr(decoder, name) for name in names if hasattr(decoder, name)})
 

@@ -62,7 +62,7 @@ def chrf(predictions: Sequence[str], references: References) -> float:
 
 
 def _transpose(references: References) -> list[list[str | None]]:
-  """Returns the list of first references of all texts, then of second ones, and so on; None where a text has fewer."""
+  """Returns lists: the first references of all texts, the second ones, and so on; None where a text has fewer."""
   most = max(map(len, references), default=1)
   return [[others[i] if i < len(others) else None for others in references] for i in range(most)]
 

@@ -206,15 +206,16 @@ def _is_sharded(x: object) -> bool:
 
 @also_named(axis_name='axis', min_weight_size='min_size')
 def shard_params(params: T, axis: str | Sequence[str], min_size: int = 2**18) -> T:
-  """Inside `shard_map`: returns a tree with only this device's part of each parameter of more than `min_size` elements.
+  """Inside `shard_map`: returns the tree with only this device's part of each large parameter.
 
   A parameter is split along its largest dimension that the number of devices divides, the last one if several are
   equally large. If there is none, the parameter is split along its largest dimension, which is padded. A parameter that
-  is already split over another axis is split along a dimension that is still whole, and unchanged if it has none.
+  is already split over another axis is split along a dimension that is still whole; if it has none, it is unchanged.
 
   Args:
     params: tree of whole arrays, the same on all devices along the axis, or of `ShardedParam`s.
-    axis, min_size: mesh axis, or several; parameters of up to `min_size` elements are not split.
+    axis: mesh axis, or several.
+    min_size: parameters of up to this number of elements are not split.
 
   Raises:
     ShardingError: a parameter is already split over the axis.

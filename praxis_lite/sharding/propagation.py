@@ -359,7 +359,7 @@ def _hide(reshapes: Iterable[ir.Operation]) -> None:
 
 
 def _has_uneven_factors(reshape: ir.Operation, sizes: Mapping[str, int]) -> bool:
-  """Whether axes split a dimension that a reshape merges or divides, and do not split its parts evenly.
+  """Whether a reshape merges several dimensions into one, or divides one, and axes do not split these factors evenly.
 
   An example is a reshape of float32[4, 3, 36] to [432] over ('b', 'c', 'd'), on a mesh b 3 x c 2 x d 2.
   """
@@ -394,7 +394,7 @@ def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> b
 
 
 def _manual_axes(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> set[str]:
-  """Returns the mesh axes mapped by each `shard_map` around `op`, or around a call of the function with `op`."""
+  """Returns the mesh axes of all `shard_map`s around `op`, including those around calls of the function it is in."""
   axes: set[str] = set()
   for outer in _enclosing(op, callers):
     if outer.name == 'sdy.manual_computation':

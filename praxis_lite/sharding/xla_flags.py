@@ -36,7 +36,7 @@ DEFAULTS: Mapping[str, Mapping[str, Flag]] = {
     'xla_gpu_enable_pipelined_all_gather': True,
     'xla_gpu_enable_pipelined_all_reduce': True,
     'xla_gpu_enable_pipelined_reduce_scatter': True,
-    # Merges two iterations of a loop into one, which saves the copies between them.
+    # Merges two iterations of a loop into one, so no copies are needed between them.
     'xla_gpu_enable_while_loop_double_buffering': True,
   }
 }

@@ -73,7 +73,7 @@ class PredictStepOutput(NamedTuple):
 
 
 class TapStepOutput(NamedTuple):
-  """Result of a tap step: values between layers, [B, ...], and parts of statistics, each by the name of its summary."""
+  """Result of a tap step, by names of summaries: values between layers, [B, ...]; and parts of statistics."""
 
   arrays: dict[str, jax.Array]
   summaries: dict[str, Summary]

@@ -37,8 +37,8 @@ _TABLE_ENDINGS = {'a': 'lora_embedding_A', 'b': 'lora_embedding_B'}
 class AdaptableWeight(NamedTuple):
   """A weight that may have an adapter."""
 
-  layer: Path  # The path, below the network, of the layer with the weight.
-  # The first part of the names of its adapter's variables, as in `gate_lora_a`; '' if these are `lora.a` and `lora.b`.
+  layer: Path  # The path, relative to the network, of the layer that has the weight.
+  # How the names of its adapter's variables begin: 'gate' for `gate_lora_a`; '' if they are `lora.a` and `lora.b`.
   name: str
   pair: Pair  # The row of the family's table.
   rank_in: int  # Number of the weight's dimensions that are inputs, in one layer and for one expert.
@@ -53,7 +53,7 @@ class AdaptableWeight(NamedTuple):
 
   @property
   def weight_path(self) -> Path:
-    """The path of the weight below the network."""
+    """The path of the weight, relative to the network."""
     return (*self.layer, self.name or 'w')
 
   @property
@@ -66,7 +66,7 @@ class AdaptableWeight(NamedTuple):
     return (_ENDINGS | _TABLE_ENDINGS if self.is_table else _ENDINGS)[part]
 
   def pair_of(self, part: str) -> Pair:
-    """Returns a `Pair` for `part`, one of `PARTS`, like a row of the family's table."""
+    """Returns the tensor and the axes of `part`, one of `PARTS`: a `Pair`, as in a row of the family's table."""
     experts, _, axes = self.pair.axes.rpartition(': ')
     names, theirs = (axes or 'I O -> I O').split(' -> ')
     dims = _DIMS.findall(names)

@@ -20,7 +20,7 @@ _FIRST_POSITION = 2  # The first vectors of the tables of positions are not used
 
 
 def sizes_of_stacks(hf: HfConfig) -> dict[str, Any]:
-  """Returns the sizes of an encoder and a decoder of equal blocks, which share an embedding with the softmax."""
+  """Returns the sizes of an encoder and a decoder with equal blocks; their embedding is also the softmax's table."""
   hf.must_be('is_encoder_decoder', True)
   hf.must_be('tie_word_embeddings', True)
   for name in ('attention_heads', 'ffn_dim'):

@@ -58,7 +58,7 @@ def compress_tensors(
   head: str,
   dtype: str | None = None,
 ) -> CompressedTensors:
-  """Returns the tensors of a checkpoint whose weights keep the few bits that they have in the run.
+  """Returns the tensors of a checkpoint. Weights that have few bits in the run keep these bits.
 
   Args:
     variables, found: the variables of the network, with plain weights, and the pieces of each by path.

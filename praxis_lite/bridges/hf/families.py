@@ -89,7 +89,7 @@ def _check_multipliers(model: BaseModel) -> None:
   """Raises ConfigError if a `Mup` adds a factor that no config.json can express."""
   for layer in model.descendants():
     for what, factor in layer.growth_multipliers().items():
-      if what != 'logits of attention':  # `_differences` compares this factor as the scale of attention.
+      if what != 'logits of attention':  # `_differences` compares this factor, as a part of the scale of attention.
         raise ConfigError(
           f'{layer.path_name} multiplies {what} by {factor:.3g} because of {model.path_name}.mup, which no family of '
           'transformers does; this model cannot be exported'
@@ -209,7 +209,7 @@ _COMPLETE_BELOW = (
   TransformerBlock,
   VisionTransformer,
   PatchDecoder,
-)  # These layers pass the fields `_COMPLETED_BELOW` on to layers below, which are compared instead.
+)  # These layers pass the fields `_COMPLETED_BELOW` on to layers below, so the fields are compared there.
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 
 

@@ -36,7 +36,7 @@ class Family:
 
   @property
   def head(self) -> str:
-    """The name of the softmax's tensor. If it shares the embedding's table, only some checkpoints have this copy."""
+    """The name of the softmax's tensor. Not all checkpoints have it if the softmax shares the embedding's table."""
     return 'lm_head.weight'
 
   def prefix_in(self, hf: HfConfig) -> str:

@@ -43,7 +43,7 @@ class HfCheckpoint(NamedTuple):
   folder: str  # The path of its folder.
   config: HfConfig  # The content of its config.json.
   family: Family  # The family of its model.
-  # The tensors of its files by name, without copies of others and values that config.json implies.
+  # The tensors of its files by name. Left out are copies of other tensors, and values that config.json implies.
   tensors: dict[str, Tensor]
   # Lines about tensors that were left out, and about fields of config.json that the tensors contradict.
   notes: tuple[str, ...] = ()
@@ -189,7 +189,7 @@ class _Variable(StreamedArray):
     return part
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns a shape for parts that are contiguous in the files: cut along the outermost dimension of a tensor."""
+    """Returns a shape for parts that are contiguous in the files: they are cut along a tensor's outermost dimension."""
     stacked = len(self._first.at)
     if len(sizes) == stacked:  # A scalar variable, or one scalar for each layer.
       return super().part_shape(sizes, part_bytes)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
 
 AxisNamesOverrides = Sequence[tuple[str, Sequence[str | None]]]
-# For a slot whose shape differs from its parameter's, this function returns the axis names that it keeps. The argument
-# is a path of the parameter and then the slot, such as 'mlp/expert/kernel/v_row'.
+# A function for slots whose shapes differ from their parameters': it returns the parameter's axis names that the slot
+# keeps. The argument is the path of the parameter and then of the slot, such as 'mlp/expert/kernel/v_row'.
 KeptNames = Callable[[str], Collection[str]]
 Tree = TypeVar('Tree')
 

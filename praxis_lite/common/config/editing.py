@@ -28,8 +28,8 @@ class CodePlace(NamedTuple):
 def place_of_edit(config: fdl.Config | None) -> CodePlace:
   """Returns where the user's code is editing or making a config; an empty `CodePlace` if the caller is a library.
 
-  The path begins with the name of a variable of the code. It is 'task.model' if the variable, under any name, holds the
-  configs of an experiment or the config of a task.
+  The path begins with the name of a variable of the code. If the variable holds the configs of an experiment or the
+  config of a task, the path begins with 'task' instead, as in 'task.model', whatever the variable is called.
   """
   frame = sys._getframe(1)
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
@@ -45,7 +45,7 @@ def place_of_edit(config: fdl.Config | None) -> CodePlace:
 
 
 def note_edit(config: fdl.Config, *fields: str) -> None:
-  """Records the line of code that is setting fields of a config, unless a default of a class sets them."""
+  """Records the line of code that is setting fields of a config; not if a class is making one of its templates."""
   frame, is_override = sys._getframe(1), False
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
     if frame.f_code.co_name == '<lambda>':  # A template of a class makes the config.

@@ -18,7 +18,7 @@ import math
 
 # Bytes per second that a device copies to its host while a save stalls the run; an assumption, half of PCIe 4.0 x16.
 TO_HOST = 12e9
-# The least seconds that a save stalls a run, while hosts wait for each other and start to copy; an assumption.
+# A save stalls a run for at least this many seconds, while hosts wait for each other and start to copy; an assumption.
 _LEAST_STALL = 1.0
 _DAY = 86400.0
 # The best interval between saves is advised if the current one gives at least 1 % less useful work.
@@ -99,7 +99,7 @@ def useful_share(interval: float, save_seconds: float, mean: float, restart_seco
 
 
 def advise_interval(found: ExpectedGoodput, seconds: float, restart_seconds: float) -> str:
-  """Returns a sentence if another interval between saves than `seconds` of work would clearly lose less work, or ''."""
+  """Returns a sentence if saving every `seconds` of work is clearly worse than the best interval; otherwise ''."""
   best = found.save_interval
   if math.isinf(best):
     return ''

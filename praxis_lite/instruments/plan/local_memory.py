@@ -211,7 +211,7 @@ class BlockMemory:
     return _Value((made,), {result: size}), moved
 
   def _bytes_read(self, read: Mapping[ir.Value, int]) -> int:
-    """Returns the bytes that computing a result reads; 0 if XLA fuses it with a result from the same arrays."""
+    """Returns the bytes that computing a result reads; 0 if XLA fuses this with another result of the same arrays."""
     large = frozenset(array for array, size in read.items() if size >= max(read.values()) / 8)
     if large in self._together:
       return 0
@@ -219,7 +219,7 @@ class BlockMemory:
     return sum(read.values())
 
   def _is_stored(self, op: ir.Operation, result: ir.Value, moved: int, size: int) -> bool:
-    """Whether a result that could be fused is stored; `moved` is the number of bytes that it reads."""
+    """Whether a result that could be fused is stored; `moved` is the number of bytes that computing it reads."""
     readers = list(_readers(result))
     if op.name == 'stablehlo.reduce' or result in self._returned:
       return True

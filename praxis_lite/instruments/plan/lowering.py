@@ -26,7 +26,7 @@ _PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
 def lower_without_devices(traced: jax.stages.Traced, kind: str) -> jax.stages.Lowered:
   """Lowers a program that was traced on an abstract mesh, for chips of a kind: 'cpu', 'gpu' or 'tpu'.
 
-  Each `custom_partitioning` becomes a custom call named `SPLIT_BY_RULE`, which calls its function for one device.
+  Each `custom_partitioning` becomes a custom call named `SPLIT_BY_RULE`, of the function that JAX uses for one device.
 
   Raises:
     UnknownJax: this release of JAX lowers programs in a way that this module does not support.

@@ -185,7 +185,7 @@ def plan(
     cache: a directory for compiled programs.
     elsewhere: makes another process compile the step into the cache; see `child.py`. None compiles in this process.
     report: called with the name of each stage as it begins: 'tracing', 'compiling'.
-    lowered: keeps lowered steps for further plans without a compiler; None keeps none.
+    lowered: keeps lowered steps, so that further plans without a compiler need not lower them again; None keeps none.
 
   Raises:
     ConfigError: the topology does not exist, or the shapes of a batch are not known.
@@ -314,7 +314,9 @@ class _StepPlanner(Planner[Plan]):
     return StepFacts(mesh, jaxpr, model_work(partitioned), tuple(pipelines), tuple(weights))
 
   def _mesh_alone(self) -> AbstractMesh:
-    """Returns the mesh without devices. Its kind of device decides which kernels a step uses."""
+    """Returns the task's mesh as an abstract one, without devices. It names the kind of device, which decides which
+    kernels a step uses.
+    """
     return abstract_mesh(self._mesh, *self._devices())
 
   def _devices(self) -> tuple[str, str | None]:

@@ -238,7 +238,7 @@ class _Search:
     return time.monotonic() - start
 
   def _rank(self, by_estimate: bool = False) -> list[tuple[Setting, Ranked]]:
-    """Returns all settings in `Ranked.order`. With `by_estimate`, compiled settings do not come first."""
+    """Returns all settings in `Ranked.order`. With `by_estimate`, it does not matter which ones are compiled."""
     found = []
     for setting, estimate in self._estimates.items():
       if estimate is None:
@@ -255,10 +255,11 @@ class _Search:
 
 
 class Correction:
-  """Corrects estimates of operations, collectives and temporaries by the ratios of compiled programs to estimates.
+  """Corrects estimates of operations, collectives and temporaries: multiplies them by ratios.
 
-  The ratios for a setting come from the nearest compiled settings: those that differ from it in the fewest knobs. The
-  first knob, the mesh, does not count, but of equally near settings, those on the same mesh are taken.
+  A ratio is that of a compiled program to its estimate. The ratios for a setting come from the nearest compiled
+  settings: those that differ from it in the fewest knobs, not counting the first knob, the mesh. If some of the nearest
+  settings are on the same mesh, only these are taken.
   """
 
   def __init__(self) -> None:

@@ -169,7 +169,7 @@ def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tu
 
 
 def task_of(config: Config[SingleTask], kind: StepKind) -> SingleTask:
-  """Builds the task for a step of this kind, with the same model. For gradients, the learner stores the gradients."""
+  """Builds a task with the same model for steps of this kind. For gradients, its learner only stores the gradients."""
   config = config.clone()
   learner = config.train.learner
   if kind is StepKind.UPDATE:

@@ -28,7 +28,7 @@ class MappedSplits(InCall):
   inputs_split_mapping: dict[str, Any] | None
 
   def _declare_split_mappings(self) -> None:
-    """Checks the split mappings, and records in each the field that set it, unless a parent's field set it."""
+    """Checks the split mappings, and records in each which field of this layer sets it, unless a parent has set it."""
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
       mappings = {}
       for field, mapping in self.split_mappings(group).items():

@@ -210,7 +210,7 @@ def keep_places(parent_BK: jax.Array) -> jax.Array:
 
 
 def _find_pages(state: DecodingState) -> tuple[_Pages, ...]:
-  """Returns the arrays of the KV caches in a state, one `_Pages` for all caches with the same number of slots."""
+  """Returns a `_Pages` for each number of slots: the arrays of all KV caches in the state that have this many slots."""
   arrays = leaves_by_path(state)
   numbers, found = {path: i for i, path in enumerate(arrays)}, dict[int, _Pages]()
   for place in places_of_caches(state):

@@ -89,7 +89,7 @@ class Decoder(Configurable):
 
   @property
   def state_copies(self) -> int:
-    """How many copies of the state of one row are in memory for each prompt."""
+    """How many states are in memory for each prompt, each as large as the state of one row."""
     return 1
 
   def context(self, num_positions: int | None = None) -> int | None:

@@ -29,10 +29,10 @@ class TokenizingJob:
     self._field, self._seq_len, self._packing = field, seq_len, packing
 
   def run(self, shards: Iterable[int], check: Callable[[], object] = lambda: None) -> None:
-    """Tokenizes shards, and writes each when it is finished; calls `check` repeatedly, and before it writes.
+    """Tokenizes shards, and writes each when it is finished. Calls `check` every few documents and before each write.
 
     Raises:
-      DataError: a file has changed, or a row is no document that the tokenizer can read.
+      DataError: a file has changed, or the tokenizer cannot read the document in a row.
     """
     for number in shards:
       documents, rows = list[Tokens](), list(read_part(self._ledger.plan.shards[number]))

@@ -53,7 +53,7 @@ def _counterpart(index: int, processes: int) -> int:
 
 
 class Beats:
-  """Writes the beats of this process every `interval` seconds, and reads those of `watched` processes and others."""
+  """Writes this process's beats every `interval` seconds, and reads those of others, among them the `watched` ones."""
 
   def __init__(self, client: Client, index: int, processes: int, interval: float = 1.0):
     self._client, self._index, self._processes, self._interval = client, index, processes, interval
@@ -79,7 +79,7 @@ class Beats:
       for index in (self._next, other):
         heard |= self.beat_of(index)
       for each in heard.values():
-        # A beat is up to one interval old. With it added, ages that processes pass on are never too small.
+        # A beat is up to one interval old, so one interval is added: ages that processes pass on are never too small.
         self._note(each['anywhere'] + self._interval)
       if other not in self.watched:
         heard.pop(other, None)

@@ -162,7 +162,7 @@ class EmergencyCopies:
     """
     said = self.settle()
     if self._process == 0 and not self._lineage_file.exists():
-      with contextlib.suppress(OSError):  # If it fails, the next copy tries again. Restarts find copies by this file.
+      with contextlib.suppress(OSError):  # If this fails, the next copy tries again. Restarts find copies by the file.
         self._job_log_dir.replace_file(LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
     record = {**self._about, **snapshot._asdict(), 'start': self._start}
     shards = shards_of(record.pop('state'))

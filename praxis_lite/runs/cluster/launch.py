@@ -113,10 +113,11 @@ class Launcher:
   """Runs a command in several processes, which find each other through environment variables.
 
   Args:
-    max_restarts: how often all of them are restarted after one was lost.
+    max_restarts: how often all processes are restarted after one of them was lost.
     min_processes: the smallest number of processes that may continue if hosts are lost; None requires all.
-    spares: the number of spare places, numbered after the first `processes`, that replace places that are blamed. Each
-      process finds the number of its place in the environment variable PRAXIS_LITE_PLACE.
+    spares: the number of spare places. A spare place replaces a place that is blamed. The first `processes` places have
+      the numbers 0, 1, ..., and the numbers of the spare places follow. Each process finds the number of its place in
+      the environment variable PRAXIS_LITE_PLACE.
     grace_s: seconds that the others have to end by themselves after one has ended.
     stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.

@@ -12,7 +12,7 @@ MOUNT_PATH = '/runs'  # Where the volume for the directories of runs is.
 
 
 class ClusterJob(NamedTuple):
-  """The processes of a run on a cluster. Each recipe uses the attributes that its system has."""
+  """The processes of a run on a cluster. A recipe ignores the attributes that its cluster system does not know."""
 
   name: str
   command: Sequence[str]  # The command line of each process.

@@ -24,7 +24,7 @@ from praxis_lite.runs.records.curves import MetricsTable, read_metrics
 from praxis_lite.runs.records.record import read_record
 
 PLAN_FILE = 'plan.json'
-_FIRST_LINES = 2  # This many first lines of a log are left out: their times include one-time work.
+_FIRST_LINES = 2  # How many lines at the start of a log are left out, because their times include one-time work.
 _FORMAT = 1
 _SHORT_SECONDS = 0.01  # Shorter steps may take longer than planned, because the host may be slower than the device.
 _LITTLE_MEMORY = 2**28  # In bytes. Peaks below this are not compared: GPU libraries alone take a few hundred MiB.

@@ -24,9 +24,9 @@ from praxis_lite.common.config import Config
 from praxis_lite.common.trees import NestedDict, Path
 from praxis_lite.sharding.weights import WeightHParams, WeightHParamsCollection
 
-# Name of the argument for the axes of matrices, in optimizers that handle stacks of layers themselves.
+# The name of an optimizer's argument for the axes of matrices, if the optimizer handles stacks of layers itself.
 STACKED_MATRICES = 'matrices'
-# All names of arguments for the axes of matrices; the first is the name in optax.
+# All names that this argument has in optimizers; the first is the name in optax.
 MATRIX_ARGUMENTS = ('muon_weight_dimension_numbers', STACKED_MATRICES)
 
 

@@ -114,7 +114,8 @@ def round_to_bfloat16(x: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(x), up_or_down, x).astype(jnp.bfloat16)
 
 
-# With jit, it is traced once for all moments of a shape. An optimizer has dozens of them, and is traced several times.
+# With jit, this function is traced only once for each shape of moments. An optimizer has dozens of moments, and is
+# itself traced several times.
 @functools.partial(jax.jit, static_argnames=('power', 'most', 'dtype'))
 def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any) -> tuple[jax.Array, ...]:
   size = jnp.abs(x)

@@ -39,7 +39,7 @@ class MatrixExchange:
   why: str  # The reason why the matrices are distributed or not.
 
   def describe(self, itemsize: int) -> str:
-    """Returns a sentence for reports about the exchange, in which an entry has `itemsize` bytes."""
+    """Returns a sentence about the exchange, for reports; each exchanged entry has `itemsize` bytes."""
     kinds = {'all-to-alls': self.all_to_all, 'an all-gather': self.all_gather}
     received = [f'{format_bytes(entries * itemsize)} of {kind}' for kind, entries in kinds.items() if entries]
     what = f'{self.matrices:,} {"matrix" if self.matrices == 1 else "matrices"} of {self.rows:,} x {self.columns:,}'

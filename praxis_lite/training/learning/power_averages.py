@@ -7,8 +7,8 @@ the standard deviation of t is a fixed fraction of T, the *relative width*:
     average = average + (1 - (1 - 1/t)^(g + 1)) (variable - average)          t = 1, 2, ...
 
 A run keeps one or two averages. After the run, an average of another width is approximated by the sum of f_i times
-average i, over the averages in all checkpoints. Let q_i be the weights of average i, and p the weights of the other
-average, as functions of t. Then the factors f_i are those for which
+average i, over the averages in all checkpoints. Let q_i be the weights of average i, and p the weights of the average
+of the other width, as functions of t. Then the factors f_i are those for which
 
     sum_i f_i = 1,  so that variables that were constant keep their values, and
     |p - sum_i f_i q_i| is as small as possible.

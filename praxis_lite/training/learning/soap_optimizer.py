@@ -142,8 +142,10 @@ def soap(
 
 
 def soap_flops(rows: int, columns: int, refresh_every: int, largest_side: int) -> float:
-  """Returns the FLOPs per step of `soap` for one matrix: four products with each side, and a refresh every few steps.
+  """Returns the FLOPs per step of `soap` for one matrix.
 
+  For each side of up to `largest_side`, the matrix is multiplied four times by a square matrix of that size, and there
+  is a refresh every `refresh_every` steps.
   A refresh for a side of size m takes 2 m^3 FLOPs for a product [m, m], and 8/3 m^3 for a QR decomposition with its Q.
   """
   sides = [side for side in (rows, columns) if side <= largest_side]
@@ -174,7 +176,7 @@ def _refresh(
 
 
 def _new_basis(side: dict[str, jax.Array], count: jax.Array) -> tuple[dict[str, jax.Array], jax.Array | None]:
-  """Returns a side with a new basis, [N, m, m], and the order of its columns, [N, m]; for the side {}, ({}, None)."""
+  """Returns a side with a new basis, [N, m, m], and the order of its columns, [N, m]. An empty side has no order."""
   if not side:
     return side, None
   statistics, basis = side['statistics'], side['bases']

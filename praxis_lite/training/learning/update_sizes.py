@@ -35,7 +35,8 @@ _Build = Callable[[float], optax.GradientTransformationExtraArgs]  # (learning r
 
 UPDATE_SIZES = ('auto', 'normalized', 'gradient', 'relative', 'spectral')
 
-# Optimizers whose state has other values of the variables, such as averages. These would not fit to changed updates.
+# Optimizers whose state has other values of the variables, such as averages. If updates were multiplied by factors,
+# these values would no longer match the variables.
 _OWN_POINTS = ('schedule_free', 'lookahead', 'prodigy', 'dog', 'dowg', 'mechanize', 'cocob')
 _TIMES = 4.0
 
@@ -66,7 +67,8 @@ def update_factors(
       raise ConfigError(f'learner.optimizer: {name} keeps points of its own, so a model with mup cannot use it')
   declared = leaves(weights)
   sizes = find_sizes(config, build, weights) if size == 'auto' else dict.fromkeys(declared, size)
-  # A learner corrects an optimizer's decay by dividing the variables. This would also change the variables' norms.
+  # If the optimizer itself decays variables, the learner passes it variables that are divided by their factors. Their
+  # norms would then be wrong for updates that are relative to these norms.
   if decays and (relative := next((path for path, of in sizes.items() if of == 'relative'), None)) is not None:
     raise ConfigError(
       f'learner.optimizer: its updates are relative to the sizes of variables, such as {path_name(relative)}, and it '
