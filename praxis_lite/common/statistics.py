@@ -117,8 +117,8 @@ def compute_parts(
     real: bool, broadcast to x: False for entries that do not count, whose values are arbitrary; None means that all
       count.
     statistics: names in `STATISTICS`.
-    first: how many leading dimensions, such as layers, have a statistic for each of their indices; the shapes of the
-      parts begin with these dimensions.
+    first: the number of leading dimensions, such as layers, that are kept. Each of their indices has statistics of its
+      own, and the shapes of the parts begin with these dimensions.
   """
   if x.ndim == first:
     x = x[..., None]

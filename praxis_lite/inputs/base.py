@@ -83,7 +83,7 @@ class BaseInput(Configurable, Iterator[Rows]):
         raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
 
   def fields_of_sources(self) -> dict[str, Any]:
-    """Returns the fields that inputs from which this one reads take over from it: those that are not None.
+    """Returns the fields that this input passes on to its sources, the inputs from which it reads; not those of None.
 
     This is called before this input fills in its defaults.
     """
@@ -91,7 +91,7 @@ class BaseInput(Configurable, Iterator[Rows]):
     return {name: value for name, value in fields.items() if value is not None}
 
   def build_source(self, field: str, config: object, inherited: Mapping[str, Any]) -> BaseInput:
-    """Builds an input from which this one reads; raises ConfigError if the field has no config of an input."""
+    """Builds a source of this input; raises ConfigError if the field has no config of an input."""
     # This input cuts batches for hosts, so its source yields examples for all hosts.
     own = {'batch_size': self.batch_size, 'num_hosts': 1, 'host_index': 0, **inherited}
     if isinstance(config, Config):
@@ -123,9 +123,9 @@ class BaseInput(Configurable, Iterator[Rows]):
     return None
 
   def longest_segments(self) -> dict[str, int]:
-    """Returns the length of the longest segment, by the name of the array of its positions, such as `segment_pos`.
+    """Returns, for the name of each array of positions, such as `segment_pos`, the length of the longest segment.
 
-    An array is missing if the length of its segments is not known without reading all data.
+    An array is left out if the lengths of its segments cannot be known without reading all data.
     """
     found: dict[str, int] = {}
     for name, length in (item for source in self._sources for item in source.longest_segments().items()):

@@ -105,7 +105,7 @@ def bad_records_of(
 
 
 def whole_records(read: Callable[[], Iterable[bytes | BadRecord]], bad: Collection[int] | None) -> tf.data.Dataset:
-  """Returns a dataset of the records that `read` yields, without damaged records and those whose indices are in `bad`.
+  """Returns a dataset of the records that `read` yields, except damaged ones and those whose indices are in `bad`.
 
   If `bad` is None, the bad records are not known yet, and the first damaged record raises DataError.
   """
@@ -202,7 +202,7 @@ def _masked_crc32c(data: bytes) -> int:
 
 @functools.cache
 def _table() -> list[int]:
-  """Returns the checksum of each byte, without which checking compressed files takes three times as long."""
+  """Returns the checksum of each byte. Without this table, checking compressed files takes three times as long."""
   table = []
   for byte in range(256):
     for _ in range(8):

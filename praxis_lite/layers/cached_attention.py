@@ -71,7 +71,7 @@ class CachedAttention:
     if self.window is not None:
       slots = min(max_len, self.window)
     elif self.page_size is not None and max_len > self.page_size:
-      # The pages that a single token reads. Each consists of one or several pages that a prompt reads.
+      # The number of pages in which a single token reads the cache. Each is one or several pages of a prompt.
       pages = -(-max_len // max(self.most_slots, self.page_size))
       slots = -(-max_len // (pages * self.page_size)) * pages * self.page_size
     vectors = jnp.zeros((batch_size, slots, num_kv_heads, dims_per_head))

@@ -38,7 +38,7 @@ class ContrastiveOutput(NamedTuple):
 
   Attributes:
     loss: [B] float32, in nats.
-    correct: [B] bool, whether for the image of a row, no text has a larger logit than the row's own text.
+    correct: [B] bool: True if, for the image of the row, no text has a larger logit than the row's own text.
   """
 
   loss: jax.Array

@@ -48,7 +48,8 @@ def place_caches(state: NestedDict, num_slots: int, layers_of_sources: str | Non
   Args:
     state: the decode state that `init_decode_state` makes.
     num_slots: the largest number of tokens of a row.
-    layers_of_sources: the name of layers whose caches stay as they are, because sources do not grow.
+    layers_of_sources: the name of the layers that cache sources. Their caches stay as they are, because sources do not
+      grow.
 
   Raises:
     ConfigError: a layer has a state that is not a KV cache, so it cannot go back to an earlier token.

@@ -376,7 +376,7 @@ def _takes_paddings(stack: Layer) -> bool:
 
 
 def _attends_in_blocks(attention: MultiHeadAttention) -> bool:
-  """Whether attention is computed in blocks, or by a kernel, even if its logits are few."""
+  """Whether attention is computed in blocks or by a kernel, however few its logits are."""
   return attention.implementation not in ('auto', 'dense', 'xla') or attention.context_axis is not None
 
 

@@ -3,8 +3,8 @@
     v1.5  y = f(shortcut(x) + branch(x))   branch: convolution and norm two or three times, with f between them
     v2    y = shortcut(a) + branch(a)      a = f(norm(x)); branch: the same, with norms and f only between convolutions
 
-The shortcut is a 1 x 1 convolution if the block changes the size or the channels, with a norm in v1.5. Otherwise the
-shortcut is x itself, and in v2, too, it is x and not a (He et al., 2015 and 2016).
+If the block changes the size or the channels, the shortcut is a 1 x 1 convolution, with a norm in v1.5. Otherwise the
+shortcut adds x itself; in v2 it adds x too, not a (He et al., 2015 and 2016).
 
 B batch, H height, W width, C input channels, O output channels, F features.
 """

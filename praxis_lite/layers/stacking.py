@@ -22,9 +22,10 @@ class StackingOverTime(Layer):
   Attributes:
     left_context, right_context: number of frames before and after the one in the middle; W is one more than their sum.
     stride: distance of neighbouring windows.
-    pad_with_left_frame, pad_with_right_frame: whether the frames before the first one are copies of it, and the frames
-      after the last one copies of the last one; so are their paddings.
-    padding_reduce_option: 'reduce_min', a window is padding if all of its frames are; 'reduce_max', if one of them is.
+    pad_with_left_frame, pad_with_right_frame: whether the frames before the first one are copies of the first one, and
+      whether the frames after the last one are copies of the last one. Their paddings are copied too.
+    padding_reduce_option: with 'reduce_min', a window is padding if all of its frames are; with 'reduce_max', if one of
+      them is.
     activation_split_dims_mapping: `out`, [B, U, W D].
   """
 

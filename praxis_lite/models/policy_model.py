@@ -104,7 +104,7 @@ class PolicyModel(ReferencedModel):
     return decoded.metrics(prompt_lengths_B > 0), decoded._asdict()
 
   def compute_predictions(self, batch: NestedDict) -> PolicyTokens:  # type: ignore[override]
-    """Returns the log-probabilities of the labels, weights and advantages, which are the inputs of the loss."""
+    """Returns the inputs of the loss: log-probabilities of the tokens of answers, and weights and advantages."""
     rows = {name: batch[name] for name in ('ids', 'labels', 'weights', 'segment_ids', 'segment_pos')}
     log_probs_BT = self.log_probs_of_labels(rows)
     reference_BT = jnp.zeros_like(log_probs_BT)

@@ -149,8 +149,8 @@ class Batcher:
 
   Attributes:
     statistics: counts of what it has done so far.
-    max_length: the largest number of tokens in a prompt and its continuation, not counting the last token; or in a
-      source.
+    max_length: the largest number of tokens in a prompt and its continuation together, not counting the last token;
+      for an encoder-decoder, in a source.
     sampler: the default settings of requests.
     prompts_are_sources: whether prompts are sources of an encoder-decoder, such as texts to translate.
     adapter_names: names of the adapters that requests choose from.

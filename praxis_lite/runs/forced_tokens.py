@@ -182,7 +182,7 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, chunk: int = 8) -> list[
 
 def _force_tokens(model: TrainedModel, processor: Callable[..., jax.Array], most: int) -> TrainedModel:
   def change(task: Config) -> None:
-    # This replaces decoders with a limited context, which forget the first tokens and so give other results on purpose.
+    # This also replaces a decoder with a limited context: by design it forgets the first tokens, so its results differ.
     task.model.decoder_tpl = Config(Sampler, temperature=0.0, max_decode_steps=most, logit_processors=(processor,))
 
   return change_model(model, change)

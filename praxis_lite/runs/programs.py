@@ -137,8 +137,8 @@ class ProgramResult(NamedTuple):
   Attributes:
     metrics: weighted means over all batches, on the host.
     seconds: duration, including compilation.
-    summaries: the summaries that layers added in the first batch, without scalars, which one batch does not represent;
-      and the statistics of taps over all batches.
+    summaries: the summaries that layers added in the first batch, except scalars, because those of one batch do not
+      represent the input; and the statistics of taps over all batches.
     note: a text that the console adds to the line of the result.
   """
 

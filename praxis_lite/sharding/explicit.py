@@ -173,7 +173,8 @@ class ShardedParam:
     """Gathers the parameter over the axes `over` (None: all); gradients are averaged over these axes, and scattered.
 
     If other axes split the parameter too, returns a `ShardedParam`. `dtype` is the dtype to which the part is cast
-    before it is sent. Raises ShardingError if an axis in `over` splits a dimension, and another axis its parts.
+    before it is sent. If several axes split the same dimension, it can be gathered over the last ones of them; other
+    choices raise ShardingError.
     """
     x, left = self.value, list(self.axes)
     for i, (axes, size) in enumerate(zip(self.axes, self.shape)):

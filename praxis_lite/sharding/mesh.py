@@ -59,7 +59,7 @@ def create_device_mesh(
     array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
   elif slices > 1 and len({getattr(d, 'slice_index', None) for d in devices} - {None}) == slices:
     array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
-  else:  # Each prod(ici) consecutive devices count as a slice; along each axis, slices vary slowest.
+  else:  # Every prod(ici) consecutive devices count as a slice; along each axis, slices vary slowest.
     blocks, rank = np.array(devices).reshape((*dcn, *ici)), len(ici)
     array = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)]).reshape([*shape.values()])
   return auto_mesh(array, names)

@@ -48,7 +48,7 @@ class Site:
     shapes: the global shape of each array.
     mesh: the axes that may split the arrays, in the order of the mesh, except axes that `shard_map` maps.
     is_mapped: whether a `shard_map` is around it.
-    mended: descriptions of changes to the operands that are not constraints.
+    mended: descriptions of those changes to the operands that are not constraints.
   """
 
   def __init__(
@@ -210,7 +210,7 @@ class Propagation:
     ]
 
   def _find_copies(self, ops: Iterable[ir.Operation]) -> Iterator[tuple[Site, ir.Operation]]:
-    """Yields each site and its copy among `ops`. Operations without a site, which guards inserted, are skipped."""
+    """Yields each site with its copy among `ops`. Operations that guards inserted have no site, and are skipped."""
     for op in ops:
       if _NUMBER in op.attributes:
         yield self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value], op
@@ -333,7 +333,7 @@ def inline_calls(module: ir.Operation, named: bool = True) -> None:
 
 
 def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
-  """Turns broadcasts that only add dimensions of size 1 into reshapes, as XLA does. Shardy propagates these earlier."""
+  """Turns broadcasts that only add dimensions of size 1 into reshapes, as XLA does; Shardy handles reshapes earlier."""
   for op in operations(module, {'stablehlo.broadcast_in_dim'}):
     (before,), (after,) = op.operands, op.results
     if math.prod(before.type.shape) == math.prod(after.type.shape):

@@ -29,7 +29,7 @@ from praxis_lite.models import (
 
 @dataclasses.dataclass(frozen=True)
 class Encoder(WholeModelFamily):
-  """An encoder, with a head or without; `architecture` names the masked language model.
+  """An encoder, with a head or without; `architecture` is the name of the one that predicts masked tokens.
 
   Its linear layers are stored as [out, in], its tables as [ids, dims].
   """

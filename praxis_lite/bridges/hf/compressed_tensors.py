@@ -7,8 +7,8 @@ The weight [O, I] of a module is stored as
     weight_zero_point   int32 [ceil(O b / 32), I / g]   z + 2^(b-1), packed along O; only if not symmetric
     weight_shape        int64 [2]
 
-and w = s (q - z), with q and z in -2^(b-1) ... 2^(b-1) - 1. Checkpoints of the format `int-quantized` have q itself in
-place of `weight_packed`, int8 [O, I], as `weight`.
+and w = s (q - z), with q and z in -2^(b-1) ... 2^(b-1) - 1. In checkpoints of the format `int-quantized`, a tensor
+`weight`, int8 [O, I], replaces `weight_packed`; it is q itself.
 
 O is the number of outputs, I of inputs, b of bits, and g of inputs in a group; s is the scale, and z the zero point.
 """

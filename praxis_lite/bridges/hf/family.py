@@ -32,7 +32,7 @@ class Family:
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = TransformerLm  # The classes of the networks.
   table_path: ClassVar[str] = 'softmax.w'  # The table that embedding and softmax share.
   stores_inputs_first: ClassVar[bool] = False  # Whether tensors of linear layers are [in, out].
-  own_heads: ClassVar[frozenset[str]] = frozenset()  # How tensor names of heads that only this family has begin.
+  own_heads: ClassVar[frozenset[str]] = frozenset()  # Prefixes of tensors' names, for heads that only this family has.
 
   @property
   def head(self) -> str:

@@ -62,7 +62,8 @@ _EXPERT_AXIS_RULES = (
 def uses_two_data_axes(
   num_experts: int, num_devices: int, num_partitions: int | None = None, model_parallel_submesh: Submesh = None
 ) -> bool:
-  """Returns whether 'model' serves as a second data axis: fewer experts than devices, and no model parallelism.
+  """Returns whether 'model' serves as a second data axis: if there are fewer experts than devices, and no model
+  parallelism.
 
   Raises ShardingError if neither or both of num_partitions and model_parallel_submesh are given.
   """

@@ -2,9 +2,9 @@
 
 Each axis keeps the largest factor of its size that divides the number of chips. The largest axis that splits the rows
 of a batch takes the remaining factor. So tensor, expert, context and stage axes keep their sizes where possible. With
-several TPU slices, the same batch axis also extends across the slices. If the axis also splits a large weight, in a
-dimension with so few entries that half of the devices would have none, another axis that splits the batch takes a part
-of the factor.
+several TPU slices, the same batch axis also extends across the slices. The axis may also split a large weight, along a
+dimension with so few entries that half of the devices would get none. Then another axis that splits the batch takes a
+part of the factor.
 
     replica 1, data 16, mdl 4    on 4,096 chips    1 x 1024 x 4
                                  on 2 chips        1 x 1 x 2

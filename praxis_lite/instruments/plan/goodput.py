@@ -65,7 +65,7 @@ class ExpectedGoodput:
 
 
 def goodput(chips: int, bytes_to_save: float, interruptions: Interruptions = EXPECTED) -> ExpectedGoodput:
-  """Returns the effect of interruptions on a run, which a failure of any chip stops.
+  """Returns the effect of interruptions on a run. A failure of any chip stops the run.
 
   `bytes_to_save` are the bytes of the state on one device.
   """

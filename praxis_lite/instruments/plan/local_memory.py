@@ -6,7 +6,7 @@ fused     all other values: they are computed where they are read, so their inpu
 view      values in the memory of another value: reshapes, values that a loop passes on, in-place updates of a slice,
           and a product whose only reader casts it to a smaller dtype, because XLA writes it in that dtype
 
-A fusion writes into an array of the same dtype and shape that it reads last.
+A fusion writes its result into an array that it reads, if this has the same dtype and shape and is not read again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ _NOTHING = Peak()
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-  """The buffers that must stay in memory until a value is read, and the bytes of each array that computing it reads."""
+  """The buffers that must stay in memory until a value is read; and for each array, how many bytes of it are read to
+  compute the value.
+  """
 
   held: tuple[Buffer, ...] = ()
   read: Mapping[ir.Value, int] = dataclasses.field(default_factory=dict)
@@ -125,7 +127,7 @@ class BlockMemory:
     self._returned = set(last.operation.operands)
 
   def add(self, op: ir.Operation, inside: Peak = _NOTHING) -> int:
-    """Adds the next operation, in whose regions `inside` is the peak of live bytes.
+    """Adds the next operation; `inside` is the peak of live bytes in its regions.
 
     Returns the bytes that it moves if it becomes a fusion; 0 if it does not.
     """
@@ -167,7 +169,7 @@ class BlockMemory:
     return Peak(int(live[at]) + inside.bytes, own + inside.buffers)
 
   def _label_filled(self, loop: ir.Operation) -> None:
-    """Names each buffer that a loop fills part by part after the operation that fills it."""
+    """Gives each buffer that a loop fills part by part the name of the operation that fills it."""
     *_, last = loop.regions[1].blocks[0].operations
     name = f'{self._within}/{operation_name(loop)}'
     for result, passed in zip(loop.results, last.operation.operands):

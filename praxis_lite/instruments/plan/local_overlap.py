@@ -118,7 +118,7 @@ def changing_state(body: ir.Block) -> list[tuple[ir.Value, ir.Value]]:
 
 
 def is_joined(op: ir.Operation) -> bool:
-  """Whether a collective is an all-reduce in a sum of all-reduces, except the last. XLA reduces the sum instead."""
+  """Whether a collective is one of several all-reduces that are added, but not the last: XLA reduces only the sum."""
   if op.name != 'sdy.all_reduce':
     return False
   axes = str(op.attributes['reduction_axes'])
@@ -159,9 +159,9 @@ def _collectives(block: ir.Block) -> Iterator[ir.Operation]:
 
 
 def _spread(block: ir.Block, reached: set[ir.Value], *, backward: bool = False) -> None:
-  """Adds to `reached` the results of work and of operations that read values in it.
+  """Adds to `reached` the results of work, and the results of operations that read a value in `reached`.
 
-  If `backward`, adds the operands of work and of operations whose results are in `reached`.
+  If `backward`, adds the operands of work, and the operands of operations with a result in `reached`.
   """
   operations = [op.operation for op in block.operations]
   for op in reversed(operations) if backward else operations:

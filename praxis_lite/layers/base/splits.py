@@ -126,9 +126,9 @@ class MappedSplits(InCall):
     return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
 
   def _resolve_axes(self, field: str) -> tuple[str, ...]:
-    """Returns the mesh axes in a field that contains a single entry of a mapping.
+    """Returns the mesh axes that `field` names; its value is like one entry of a mapping.
 
-    Returns () if the entry is None or axes have no names.
+    Returns () if the value is None, or there are no names of mesh axes.
     """
     entry = getattr(self, field)
     placement = None if entry is None else self._resolve((entry,), f'{self.path_name}.{field}', rank=1)

@@ -122,7 +122,7 @@ class BeamRows:
     return self._map(put, state, of_beam)
 
   def equal_slots(self, state: DecodingState) -> list[jax.Array]:
-    """Returns, for each of `pages`, how many first slots are equal in all rows of a prompt.
+    """Returns, for each of `pages`, the largest n such that the first n slots are equal in all rows of a prompt.
 
     Call this when all beams have read only the prompts; `take` needs the result later.
     """

@@ -158,11 +158,11 @@ class FlatBeamSearch(BeamSearch):
   """Settings of Praxis's flat beam search, in which every beam may end at every step.
 
   It differs from `BeamSearch` in what completes a continuation. There, a stop token counts if it is among the
-  `beam_size` best next tokens of all beams. Here, at each step, each beam with each stop token is a complete
-  continuation. Only the `beam_size` best of them so far, by score, are kept, and the beams go on with their other
-  tokens. So ended continuations never take the place of a beam, and one that is improbable at first may still win by
-  its length. A beam that reaches the largest number of tokens without a stop token is dropped. So there may be fewer
-  than `num_best` continuations if stop tokens are impossible, such as before `min_decode_steps`.
+  `beam_size` best next tokens of all beams. Here, at each step, every beam followed by any stop token is a complete
+  continuation. Only the `beam_size` best of them so far, by score, are kept, and the beams go on with other tokens. So
+  complete continuations never take the place of a beam, and one that is improbable at first may still win by its
+  length. A beam that reaches the largest number of tokens without a stop token is dropped. So there may be fewer than
+  `num_best` continuations if stop tokens are impossible, such as before `min_decode_steps`.
 
   Praxis keeps the tokens of all beams in one flat cache, and masks those of other beams in attention; this search
   reorders caches as `BeamSearch` does. The results are the same.

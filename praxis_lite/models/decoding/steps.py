@@ -109,5 +109,5 @@ def prompt_step(
 
 
 def _choose_rows(condition_B: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-  """Returns the rows of `x` for which the condition holds, and otherwise the rows of `y`."""
+  """Returns an array with rows of `x` where the condition holds, and rows of `y` elsewhere."""
   return jnp.where(condition_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)

@@ -63,7 +63,7 @@ class EmergencyCopies:
   Args:
     job_log_dir: the run's directory, which all processes share.
     directories: folders of this host, at least one.
-    shapes, true_shapes: the shapes of the state, padded and with shardings, and without padding.
+    shapes, true_shapes: the padded shapes of the state, with shardings; and its shapes without padding.
     peers, failure_domain: see `EmergencyCopiesParams`.
 
   Attributes:

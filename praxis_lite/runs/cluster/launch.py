@@ -387,7 +387,7 @@ def the_verdict(ended: dict[int, int]) -> Ended:
 
 
 def is_restartable(code: int) -> bool:
-  """Whether a job is restarted after this exit code: LostHostError's, or a signal's other than SIGINT and SIGTERM."""
+  """Whether a job is restarted after this exit code: LostHostError's, or that of a signal except SIGINT and SIGTERM."""
   return code == LostHostError.exit_code or (code > 128 and code not in _STOPPED)
 
 

@@ -189,7 +189,7 @@ def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[j
 def check_configs(
   configs: Mapping[str, ExperimentConfig], num_devices: int | None = None, metric: str | None = None
 ) -> None:
-  """Finds mistakes in the configs of several runs like `build_job`, but on meshes without devices.
+  """Finds mistakes in the configs of several runs, as `build_job` does for one run, but on meshes without devices.
 
   Other exceptions from user code are ignored here, because they may depend on the machine of the run.
 

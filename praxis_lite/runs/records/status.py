@@ -13,7 +13,7 @@ from praxis_lite.common.figures import duration, format_bytes, number_of, short_
 from praxis_lite.runs.records.goodput import ACTIVITIES, goodput_line, seconds_of
 from praxis_lite.runs.records.heartbeat import Heartbeat, life
 
-# The states of a process, the worst first, and the most processes that get a line each.
+# The states of a process, the worst first; and the largest number of processes that get a line each.
 _ORDER = ('dead', 'silent', 'ended', 'alive')
 _MOST_SHOWN = 16
 
@@ -73,7 +73,7 @@ def status_of(
 
 
 def _spread(beats: Sequence[Heartbeat]) -> Iterator[str]:
-  """Yields a line about how the hosts differ; nothing unless two heartbeats have times of steps and test products."""
+  """Yields a line about how the hosts differ, if at least two heartbeats have times of a step and of a test product."""
   known = [beat for beat in beats if all(number_in(beat.speed, name) > 0 for name in ('median', 'product'))]
   if len(known) < 2:
     return

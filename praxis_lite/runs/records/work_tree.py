@@ -31,7 +31,7 @@ def read_work_tree(folder: str) -> dict[str, Any] | None:
 def _is_clean(folder: str) -> bool | None:
   """Whether the files equal the commit; None if unknown.
 
-  A rewritten file with a filter (such as LFS) counts as changed.
+  Filters (such as LFS) are not run, so a file with a filter counts as changed once it has been written again.
   """
   configured = _git(folder, 'config', '--list', '--name-only', '-z')
   if configured is None:

@@ -9,8 +9,9 @@ be depends on the optimizer:
     'relative'    LAMB, Adafactor                  like the variable, whose initial values are also smaller
     'spectral'    Muon, for matrices               a matrix of orthogonal rows or columns, times a factor of its shape
 
-The factor of a variable is the size that is right, divided by this size. The size is detected from updates of small
-variables: for gradients that are 4 times larger, for variables that are 4 times larger, and for a gradient of rank 1.
+The factor of a variable is the size that is right, divided by this size. To detect the size, the optimizer updates
+small variables: once as usual, and then with gradients that are 4 times larger, with variables that are 4 times larger,
+and with gradients of rank 1.
 """
 
 from __future__ import annotations
