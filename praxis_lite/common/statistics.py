@@ -171,7 +171,7 @@ def _single_pass_parts(
 
 
 def _stored_as_float32(x: jax.Array) -> jax.Array:
-  """Returns x in float32, by a change of bits: XLA might remove a cast together with the cast to bfloat16 before it."""
+  """Returns x in float32. Bits are shifted: XLA might remove a cast, together with an earlier cast to bfloat16."""
   if x.dtype != jnp.bfloat16:
     return x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16

@@ -142,7 +142,7 @@ class PrefetchIterator(Iterator[T]):
 def _batches(
   source: BaseInput, put_fn: Callable[[Rows], T], left_out: frozenset[str]
 ) -> Iterator[tuple[T, dict[str, Any], dict[str, Any]]]:
-  """Yields batches with the states of the input before and after each; skips a batch after a state in `left_out`."""
+  """Yields each batch with the states of the input before and after it; skips it if the first one is in `left_out`."""
   # No reference to the prefetch iterator here: the thread must end when the iterator is garbage-collected.
   before = source.get_state()
   for batch in source:

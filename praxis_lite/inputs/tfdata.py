@@ -38,7 +38,7 @@ _TRIED_AT_ONCE = 64  # Number of records to parse together in a test of whether 
 
 
 class BaseTFInput(StreamedInput):
-  """An input that TensorFlow reads. Subclasses define `elements`, and `parse` unless elements are examples.
+  """An input that TensorFlow reads. Subclasses define `elements`; and if elements are not yet examples, also `parse`.
 
   Attributes:
     shuffle_buffer_size: number of examples in the buffer from which `shuffle` draws, by (seed, epoch).

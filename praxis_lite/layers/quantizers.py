@@ -115,7 +115,7 @@ class Quantizer(Layer):
     return jnp.ones(shape, bool) if marked is None else marked == 0
 
   def _mean(self, values: jax.Array, real: jax.Array) -> jax.Array:
-    """Returns the mean of [..., *rest] over the vectors of all rows that are not padding, [*rest]."""
+    """Returns the mean, [*rest], of `values` [..., *rest] over all rows, where `real` [...] is True."""
     axes = tuple(range(real.ndim))
     mask = real.reshape(*real.shape, *(1,) * (values.ndim - real.ndim))
     total = self.surroundings.sum_over_rows(jnp.sum(jnp.where(mask, values, 0), axis=axes))
@@ -158,7 +158,7 @@ class _CodebookQuantizer(Quantizer):
   weight_split_dims_mapping: Config = template(WeightSplit)
 
   def _declare_codebook(self, code_dims: int, *, trainable: bool) -> None:
-    """Declares a codebook whose codes [E] have a squared length of about 1."""
+    """Declares a codebook whose entries, [E], have a squared length of about 1."""
     self._check_range('num_codes', least=2)
     shape, wt = (self.num_groups, self.num_codes, code_dims), self.weight_split_dims_mapping.wt
     init, dtype = WeightInit.Gaussian(code_dims**-0.5), None if trainable else 'float32'

@@ -17,7 +17,7 @@ from praxis_lite.sharding.weights import WeightInit
 
 
 class ValueResidual(Layer):
-  """Mixes the values of a layer with those of the first one.
+  """Mixes the values of an attention layer with the values of the first layer.
 
   Attributes:
     num_heads: K, set by the attention layer.

@@ -77,8 +77,8 @@ def transformer_lm(
   lm = Config(TransformerLm, params_init=WeightInit.Gaussian(0.02))
   lm.transformer_tpl = Config(RepeatedTransformer if repeat else StackedTransformer, remat=remat)
   block = lm.transformer_tpl.layers_tpl
-  # Each block adds to the residual stream twice. With this scale, the variances that all blocks add sum to that of a
-  # single addition without the scale.
+  # Each block adds to the residual stream twice. With this scale, the variances of all these additions together are the
+  # variance of one addition without the scale.
   residual_init = WeightInit.Gaussian(0.02 / math.sqrt(2 * num_layers))
   if gpt2:
     norm: Config[LayerNorm] | Config[RMSNorm] = Config(LayerNorm, epsilon=1e-5)

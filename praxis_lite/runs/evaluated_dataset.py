@@ -17,7 +17,7 @@ from praxis_lite.runs.records.run_inputs import check_required_fields
 def find_dataset(datasets: Sequence[Config], wanted: str | int | Config | BaseInput | Mapping[str, Any]) -> BaseInput:
   """Returns the input to evaluate.
 
-  What is `wanted` is the name or the number of one of `datasets`, an input or its config, or the arrays of a batch.
+  `wanted` is the name or the number of one of `datasets`; an input or its config; or the arrays of a batch.
 
   Raises:
     ConfigError: there is no such dataset, several have this name, it lacks a required field, or it is infinite.

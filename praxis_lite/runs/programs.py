@@ -55,8 +55,8 @@ class TaskOnMesh:
     layout: the layout of the train state on the mesh; without `opt_states`, the task is only for inference.
     taps: statistics that its steps report; None reports none.
     edits: changes of values between layers during inference; None changes none.
-    batch_sizes: the numbers of rows that `taking_rows_like` has chosen, by the names, other dimensions and dtypes of
-      batches.
+    batch_sizes: the numbers of rows that `taking_rows_like` has chosen for each kind of batch. Batches of one kind
+      differ only in their numbers of rows.
   """
 
   def __init__(

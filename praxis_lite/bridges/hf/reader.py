@@ -118,7 +118,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, list[Piece]]:
-  """Returns the pieces of the variables that `weights` declares, those of the network.
+  """Returns the pieces of all variables of the network, which `weights` declares.
 
   Raises:
     CheckpointError: a tensor is missing, left over or of another shape.

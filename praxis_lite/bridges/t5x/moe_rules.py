@@ -88,7 +88,7 @@ def moe_logical_axis_rules(
     num_devices: number of devices; by default all devices of JAX. All other arguments are as for the standard rules.
 
   Raises:
-    ShardingError: parameter_partitioning_dims is not 1, because experts use 'data'; or as in `uses_two_data_axes`.
+    ShardingError: parameter_partitioning_dims is not 1 (experts use 'data'); or as in `uses_two_data_axes`.
   """
   _check_parameter_dims(parameter_partitioning_dims)
   additional_rules = (*_TWO_DATA_AXES_RULES, *(additional_rules or ()))

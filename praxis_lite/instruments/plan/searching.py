@@ -2,8 +2,9 @@
 
     estimates       start at the experiment's own setting, then take the neighbours of the best setting so far, and so
                     on; an estimate reads a lowered program and takes a second or two
-    verification    compiles the experiment's own setting, and then, one by one, the setting that may be the fastest if
-                    its estimate is as wrong as those of compiled settings; ends when no other may beat these
+    verification    compiles the experiment's own setting, and then one setting after the other: each time the one that
+                    would be the fastest if its estimate were too long by the largest known error; ends when no other
+                    setting may be faster than the best compiled one
 
 A setting is better if a token takes less time. Any setting that fits is better than one that does not. The search keeps
 the experiment's batch size unless the caller gives others, because the batch size changes what the experiment learns.
@@ -32,14 +33,14 @@ from praxis_lite.instruments.plan.topology import Topology, parse_topology
 # A function that returns `plan`'s argument `elsewhere` for some overrides.
 Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
-_MOST_PROMISING = 5  # The search ends when all neighbours of this many best settings are estimated.
+_MOST_PROMISING = 5  # Estimates end when all neighbours of the best settings, at most this many, are estimated.
 # If more than the share `_NEARLY_FULL` of memory is filled, XLA recomputes more. Estimated times then grow with the
 # filled share, by a factor of up to `_FULL` for a full memory.
 _NEARLY_FULL, _FULL = 0.85, 1.25
 # The share of the time limit that estimates may take, and the number of estimates to make even if they take longer.
 _FOR_ESTIMATES = 0.4
 _LEAST_ESTIMATES = 8
-# The least time of a compiled setting, divided by its estimate; see `docs/planning-figures.md`.
+# The smallest known ratio of the time of a compiled setting to its estimate; see `docs/planning-figures.md`.
 _LEAST_OF_ESTIMATE = 0.92
 
 
@@ -78,7 +79,7 @@ class Ranked:
 
   @property
   def seconds_for_work(self) -> float:
-    """Seconds per FLOP of the model, which makes batches of different sizes comparable."""
+    """Seconds of a step per FLOP of the model, so that batches of different sizes can be compared."""
     return self.seconds / self.estimate.work.flops
 
   @property
@@ -284,7 +285,7 @@ class Correction:
     return seconds * _recomputing(peak / estimate.memory.capacity), peak
 
   def least(self, estimate: Plan, setting: Setting = ()) -> float:
-    """Returns the least seconds that a step may take, if its estimate errs as much as any known one.
+    """Returns the shortest time that a step may take, in seconds, if its estimate is as wrong as the worst known one.
 
     If no compiled setting differs only in its mesh, the correction may be wrong, so this uses the shorter of the
     corrected and the uncorrected time.

@@ -86,7 +86,7 @@ class Certificate(NamedTuple):
 
   @property
   def times(self) -> float | None:
-    """The ratio of the measured to the predicted time of a step; None if one of them is unknown, and for a CPU."""
+    """The ratio of the measured to the predicted time of a step; None on CPUs, or if one of the times is unknown."""
     seconds = self.predicted.step_seconds
     is_order_of_magnitude = self.predicted.chip == 'cpu'
     if self.measured is None or not seconds or is_order_of_magnitude:
