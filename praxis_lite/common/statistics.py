@@ -171,7 +171,7 @@ def _single_pass_parts(
 
 
 def _stored_as_float32(x: jax.Array) -> jax.Array:
-  """Returns x in float32. Bits are shifted: XLA might remove a cast, together with an earlier cast to bfloat16."""
+  """Returns x in float32, by a shift of its bits. XLA might remove a cast, together with an earlier one to bfloat16."""
   if x.dtype != jnp.bfloat16:
     return x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
@@ -179,7 +179,7 @@ def _stored_as_float32(x: jax.Array) -> jax.Array:
 
 
 def _part(part: str, x: jax.Array, real: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """Returns one part of the statistics over `axes`, for a part that a single pass over x cannot compute."""
+  """Returns a part of statistics over `axes`; it is one that a single pass over x cannot compute."""
   first, is_real = axes[0], jnp.broadcast_to(real, x.shape)
   x = jnp.where(is_real, x, 0)
   if part == 'units':

@@ -83,7 +83,7 @@ class BaseInput(Configurable, Iterator[Rows]):
         raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
 
   def fields_of_sources(self) -> dict[str, Any]:
-    """Returns the fields that this input passes on to its sources, the inputs from which it reads; not those of None.
+    """Returns the fields that this input passes on to its sources, the inputs from which it reads; None is left out.
 
     This is called before this input fills in its defaults.
     """

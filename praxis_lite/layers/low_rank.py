@@ -129,7 +129,7 @@ class LowRankUpdate(Layer):
 
 
 def _after_adapters(split: SplitDimsMapping, num_before: int) -> SplitDimsMapping:
-  """Returns `split`; if `num_before` is not 0, with an entry None for the dimension of adapters in front."""
+  """Returns `split`. If `num_before` is not 0, an entry None precedes it, for the dimension of adapters."""
   if split is None or not num_before:
     return split
   return DeclaredSplit((None,), ('adapters are not split',)).followed_by(DeclaredSplit.make(split, ''))

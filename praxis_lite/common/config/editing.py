@@ -28,8 +28,9 @@ class CodePlace(NamedTuple):
 def place_of_edit(config: fdl.Config | None) -> CodePlace:
   """Returns where the user's code is editing or making a config; an empty `CodePlace` if the caller is a library.
 
-  The path begins with the name of a variable of the code. If the variable holds the configs of an experiment or the
-  config of a task, the path begins with 'task' instead, as in 'task.model', whatever the variable is called.
+  The path begins with the name of a variable of the code. If the variable holds the config of a task, the path begins
+  with 'task' instead, as in 'task.model'. If the variable holds the configs of an experiment, or a layer, the path
+  begins with the name of one of their fields.
   """
   frame = sys._getframe(1)
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
@@ -45,7 +46,7 @@ def place_of_edit(config: fdl.Config | None) -> CodePlace:
 
 
 def note_edit(config: fdl.Config, *fields: str) -> None:
-  """Records the line of code that is setting fields of a config; not if a class is making one of its templates."""
+  """Records the line of code that is setting fields of a config, except while a class makes one of its templates."""
   frame, is_override = sys._getframe(1), False
   while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
     if frame.f_code.co_name == '<lambda>':  # A template of a class makes the config.

@@ -33,7 +33,7 @@ from praxis_lite.instruments.plan.topology import Topology, parse_topology
 # A function that returns `plan`'s argument `elsewhere` for some overrides.
 Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
-_MOST_PROMISING = 5  # Estimates end when all neighbours of the best settings, at most this many, are estimated.
+_MOST_PROMISING = 5  # Estimates end when all neighbours of the best settings have one; this many count as the best.
 # If more than the share `_NEARLY_FULL` of memory is filled, XLA recomputes more. Estimated times then grow with the
 # filled share, by a factor of up to `_FULL` for a full memory.
 _NEARLY_FULL, _FULL = 0.85, 1.25

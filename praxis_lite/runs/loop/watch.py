@@ -171,7 +171,7 @@ class Watch(Observer):
       note_event(self._folder, kind, step, text, about)
 
   def _total_steps(self, run: Run) -> int:
-    """Returns the total to report: the config's; if the run began at or after it, the recorded one instead."""
+    """Returns the number of steps to report: the config's, or the recorded one if the run began after all of them."""
     recorded = self._earlier.total_steps if self._earlier is not None else 0
     return recorded if recorded and self._first_step >= run.total_steps else run.total_steps
 

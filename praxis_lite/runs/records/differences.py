@@ -43,9 +43,9 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
 
 
 def _deciding(changes: Sequence[str], section: str) -> list[str]:
-  """Returns the lines of a diff that are in `section`, without those that cannot affect which arrays a model has.
+  """Returns the lines of a diff that are in `section` and may affect which arrays a model has.
 
-  If no line can affect this, returns all lines in `section`. Lines about decoders are always left out.
+  If there are none, returns all lines in `section`. In both cases, lines about decoders are left out.
   """
   lines = [line for line in changes if line.removeprefix('+ ').removeprefix('- ').startswith(section)]
   lines = [line for line in lines if '.decoder_tpl' not in line]  # A decoder has no variables.

@@ -124,7 +124,7 @@ def _life(alive: str, beat: Heartbeat, now: float) -> str:
   if alive == 'dead':
     return f'dead: {who} has disappeared; its last sign of life was {when}'
   doing = ACTIVITIES.get(beat.doing, beat.doing)
-  if beat.doing_for >= 1:  # Shorter times are not shown: steps and waits for input alternate, so they are always short.
+  if beat.doing_for >= 1:  # Shorter times are not shown. They say little, because steps and waits for input alternate.
     doing += f' for {duration(beat.doing_for)}'
   if alive == 'silent':
     return f'silent: {who} exists, but gives no sign of life; the last was {when}: {doing}'
