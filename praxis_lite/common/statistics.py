@@ -136,7 +136,7 @@ def compute_parts(
 
 
 def _count(real: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
-  """Returns the number of entries that count, summed over `axes`, for an array of this shape."""
+  """Returns how many entries of an array of this shape count, summed over `axes`."""
   copies = math.prod(size for axis, size in enumerate(shape) if axis in axes and real.shape[axis] == 1)
   counted = jnp.sum(real, axes, dtype=jnp.float32) * copies
   return jnp.broadcast_to(counted, shape[: axes[0]])

@@ -23,7 +23,7 @@ def part_name(number: int, format: str) -> str:
 
 
 class ShardFolder(NamedTuple):
-  """A folder in which no shard is missing: the settings of its plan, JSON values, and the file of each shard."""
+  """A folder in which no shard is missing: the settings in its plan, as JSON values; and the file of each shard."""
 
   settings: dict[str, Any]
   parts: list[Path]

@@ -60,7 +60,7 @@ class _Axes(NamedTuple):
 
   @property
   def filters(self) -> Axes:
-    """The mesh axes of the output channels of convolution filters, which are gathered over `data`."""
+    """The mesh axes that split the output channels of filters: those of `mdl`, and then those of `data`."""
     first = spec_axes(self.mdl)
     return axes_to_entry([*first, *(axis for axis in spec_axes(self.data) if axis not in first)])
 

@@ -295,7 +295,7 @@ def take_own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 def save_all_but_gathered(primitive: Primitive, *_: object, **params: Any) -> bool:
   """A policy of `jax.checkpoint`: gathers of the forward pass are repeated in the backward pass."""
-  # A policy sees a function with its own gradient as one operation, so a gather is recognized by its contents.
+  # To a policy, a function with a gradient rule of its own is one operation. So gathers are found by what is in it.
   inner = program_in(params) if primitive.name == 'custom_vjp_call' else None
   return inner is None or all(equation.primitive.name != 'all_gather' for equation in inner.eqns)
 

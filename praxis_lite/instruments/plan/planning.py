@@ -390,7 +390,7 @@ def _padding(partitioned: PartitionedTask) -> list[str]:
 
 
 def _notes_of_flags(added: Sequence[str]) -> list[str]:
-  """Returns notes about flags that only this plan needs, because this machine has no GPU."""
+  """Returns notes about `added`, the flags that a plan needs on a machine without a GPU, and a run does not."""
   note = (
     'without a GPU, the compiler refuses the products of this step by Triton, so cuBLAS computes all of them here; the '
     'step of a run may take less time and memory'

@@ -98,7 +98,10 @@ class Decoder(Configurable):
     return min(limits, default=None)
 
   def num_slots(self, prompt_length: int, context: int | None = None) -> int:
-    """Returns how many slots a row needs after a prompt padded to `prompt_length`: one per token except the last."""
+    """Returns how many slots a row needs, for a prompt padded to `prompt_length` and the tokens after it.
+
+    Each token needs one, except the last. A model that sees only `context` tokens at once needs at most this many.
+    """
     length = prompt_length + self.max_decode_steps - 1
     return length if context is None else min(length, context)
 

@@ -1,4 +1,4 @@
-"""The numbers and names of a classifier's classes in a config.json of Hugging Face, its `id2label`."""
+"""The field `id2label` in a config.json of Hugging Face: the numbers and the names of a classifier's classes."""
 
 from __future__ import annotations
 
