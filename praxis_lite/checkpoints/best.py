@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is the best by a metric: `best.json`, {"step", "metric", "mode", "value"}."""
+"""The file `best.json` of a run, {"step", "metric", "mode", "value"}: it says which checkpoint is best by a metric."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ class BestRecord:
     self.value = self._written
 
   def kept_steps(self) -> set[int]:
-    """Returns the steps to keep: the best checkpoint's and, until the file is updated, the one that the file names."""
+    """Returns the steps to keep: that of the best checkpoint, and the one in the file, which may not be updated yet."""
     return {best.step for best in (self.value, self._written) if best is not None}

@@ -1,4 +1,4 @@
-"""What tells a checkpoint from others, for work that is continued only with the same one."""
+"""The identity of a checkpoint. Interrupted work that used a checkpoint is continued only with the same checkpoint."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def copy_checkpoint(values: flags.FlagValues) -> int:
 
 
 def _check_recorded_model(checkpoint: StoredCheckpoint | RemoteCheckpoint, target: Path) -> None:
-  """Raises CheckpointError if a directory has the record of a run of another model, even without a checkpoint."""
+  """Raises CheckpointError if `target` has the record of a run with another model; it need not have a checkpoint."""
   if not has_record(target):
     return
   try:

@@ -52,7 +52,7 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
 
   Args:
     experiment: the flags that name the experiment; see `experiment_arguments`.
-    enabled: whether to print a line with the result, or with the reason why there is none.
+    enabled: whether to print a line, with the result or with the reason why there is none. An error is raised anyway.
 
   Raises:
     UserError: a gradient is wrong; the message names the variable.

@@ -146,14 +146,18 @@ def _tpu(row: str) -> Accelerator:
 
 # ---------------------------------------------------------------- GPU
 
-# Each GPU has two lines, and each capability an entry in `_MULTIPROCESSORS`. First line: peaks in 1e12/s, where f32 is
-# the peak of TF32, which XLA uses by default, and '-' is no peak; memory in GB; bandwidth, all links and the network of
-# a chip in GB/s; number of GPUs that fast links connect (domain) and in a host. With float32 accumulation, GeForce
-# cards multiply bfloat16 and float8 at half the rate that int8 suggests. Cards without fast links communicate over one
-# x16 slot of PCIe, through the host: 32 GB/s for generation 4, 64 for generation 5. Second line: streaming
-# multiprocessors, clock in GHz, MiB of the L2 cache and the name of the device, which XLA's compiler needs; the system
-# whose network the figures have ('-' if the network is assumed); and the source of the figures. Remove the chip's
-# device kind from `_PEAKS_ALONE` if it is there.
+# Each GPU has two lines, and each capability has an entry in `_MULTIPROCESSORS`. When you add a GPU, remove its device
+# kind from `_PEAKS_ALONE` if it is there.
+#
+# First line: peaks in 1e12/s ('-' means none); memory in GB; in GB/s, the bandwidth of the memory, of all links of a
+# chip, and of its network; domain, the number of GPUs that fast links connect; and host, the number of GPUs in a host.
+# The peak f32 is that of TF32, which XLA uses by default. With float32 accumulation, GeForce cards multiply bfloat16
+# and float8 at half the rate that int8 suggests. Cards without fast links communicate over one x16 slot of PCIe,
+# through the host: 32 GB/s for generation 4, 64 for generation 5.
+#
+# Second line: streaming multiprocessors, clock in GHz, MiB of the L2 cache, and the name of the device, all of which
+# XLA's compiler needs; the system from which the figures of the network are ('-' if they are assumed); and the source
+# of all other figures.
 _BY_XLA = '; memory and bandwidth: specs of XLA for its compiler'
 _GPU_FIGURES = f"""
                bf16     f32   int8  float8  memory  bandwidth  links  network  domain  host  capability  device kind

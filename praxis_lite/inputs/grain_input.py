@@ -292,7 +292,7 @@ class _RecordGroups:
     return self._in_first_epoch + (len(self.epochs) - 1) * self._groups_of(0)
 
   def _groups_of(self, position: int) -> int:
-    """Returns the number of groups after `position` records of an epoch, including the last, incomplete group."""
+    """Returns how many groups an epoch still has after its first `position` records; the incomplete last one counts."""
     return max(self.records.ends[-1] - position, 0) // self.count + 1
 
   @property

@@ -88,7 +88,8 @@ class MixtureInput(BaseInput):
   def _fill(self, count: int, start: int, stop: int) -> tuple[Rows | None, np.ndarray]:
     """Fills `count` slots from the sources.
 
-    Returns the rows of the filled slots in [start, stop), None if there are none, and which slots are filled, [count].
+    Returns two things: the rows of the filled slots in [start, stop), or None if there are no such slots; and for each
+    slot whether it is filled, bool [count].
     """
     tried = np.zeros((count, len(self.sources)), bool)
     filled = np.zeros(count, bool)

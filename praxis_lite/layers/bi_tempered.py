@@ -157,9 +157,10 @@ class BiTemperedSoftmax(ClassLogits):
     self.create_child('loss', self.loss_tpl)
 
   def __call__(self, x: jax.Array, class_ids: jax.Array, class_weights: jax.Array | None = None) -> SoftmaxOutput:
-    """Returns the losses, in place of cross entropies, and the logits, for x [..., D] and labels [...] in [0, V).
+    """Returns the losses in place of cross entropies, whether the largest logit is that of the label, and the logits.
 
-    `class_weights` are not used; the caller weights the losses in their mean.
+    `x` is [..., D], and `class_ids` are labels [...] in [0, V). `class_weights` are not used; the caller weights the
+    losses in their mean.
     """
     logits = self.get_logits(x)
     return SoftmaxOutput(self.loss(logits, class_ids), jnp.argmax(logits, axis=-1) == class_ids, logits)

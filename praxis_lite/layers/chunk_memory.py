@@ -116,7 +116,7 @@ class MemoryAttention(MultiHeadAttention):
     first_values: jax.Array | None = None,
     **others: jax.Array | None,
   ) -> jax.Array:
-    """Returns the result of `__call__` in training, where gradients stop at the beginning of a chunk."""
+    """Computes `__call__` in training, where no gradient flows from a chunk to the tokens before it."""
     if logit_bias is not None:
       raise ConfigError(f'{self.path_name}.chunk_length: layers with a memory take no shared bias; set it to None')
     rules = self._checked_mask(

@@ -55,11 +55,11 @@ class _Chunk(NamedTuple):
   """What a chunk does to a state; L and M are tokens of the chunk, and P = 2 L."""
 
   own_BNLH: jax.Array  # What tokens write if the state before the chunk is zero, in the dtype of sums.
-  # What the state is multiplied by: first L vectors, b, whose products are subtracted from `own_BNLH`, then L decayed
-  # queries.
+  # P vectors that are multiplied by the state: first L vectors b, whose products are subtracted from `own_BNLH`, then L
+  # decayed queries.
   from_state_BNPS: jax.Array
-  weights_BNLM: jax.Array  # The weight of what token M writes in the output of token L.
-  key_BNMS: jax.Array  # The decayed key under which the state after the chunk holds what token M writes.
+  weights_BNLM: jax.Array  # In the output of token L: the weight of what token M writes.
+  key_BNMS: jax.Array  # In the state after the chunk: the key, decayed until then, of what token M writes.
   kept_BN: jax.Array  # The decay of the state over the whole chunk.
 
 

@@ -67,9 +67,9 @@ class ExpertSplit:
     return jax.lax.axis_size(self.expert) if self.expert else 1
 
   def gather_weight(self, name: str, weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inside `shard_map`: returns a weight, gathered except along its experts and hidden dims, without padding.
+    """Inside `shard_map`: gathers all dimensions of a weight except experts and hidden dims; removes their padding.
 
-    `shape` is its shape before padding. In the backward pass, its gradient is summed and scattered.
+    `shape` is the weight's shape before padding. In the backward pass, its gradient is summed and scattered.
     """
     hidden = _HIDDEN_DIM.get(name)
     for dim, entry in enumerate(self.weights[name] if self.axes else ()):

@@ -36,7 +36,7 @@ class Compensation(NamedTuple):
 
 
 def compensation(gram_II: np.ndarray) -> Compensation:
-  """Returns how errors are spread, given G, [I, I]; computes in float64."""
+  """Returns the `Compensation` for the matrix G, [I, I], which is computed in float64."""
   gram = np.array(gram_II, np.float64)
   diagonal = np.diag(gram).copy()
   is_used = diagonal > 0
@@ -68,7 +68,7 @@ def quantize_in_turn(
 def _choose_in_order(
   form: WeightFormat, w_IO: jax.Array, scale_IO: jax.Array, zero_IO: jax.Array | None, upper_II: jax.Array
 ) -> jax.Array:
-  """Returns rounded values, [I, O] int32, for weights, scales and zero points in the order of rounding."""
+  """Returns the rounded values, [I, O] int32. The inputs of all arguments are in the order of rounding."""
   size = upper_II.shape[0]
   block, missing = min(_BLOCK, size), -size % min(_BLOCK, size)
   fill = functools.partial(jnp.pad, pad_width=((0, missing), (0, 0)))

@@ -340,7 +340,7 @@ class Segments(AttentionMask):
     return Known(by_data=jnp.any(_may_differ(*self._ranges()), axis=-1)) if at.all_rows else Known()
 
   def _ranges(self) -> tuple[jax.Array, ...]:
-    """Returns the least and greatest ids of blocks: of queries [I, 1, B], and of keys [J, B]."""
+    """Returns the least id and the greatest id of each block of queries, both [I, 1, B], and of keys, both [J, B]."""
     q_low, q_high = self.ids_BT.min(-1)[:, None], self.ids_BT.max(-1)[:, None]
     return q_low, q_high, self.key_ids_BS.min(-1), self.key_ids_BS.max(-1)
 

@@ -93,7 +93,7 @@ class Ticks:
     side_rows: list[jax.Array],
     probes: NestedDict,
   ) -> TickResults:
-    """Runs all ticks; `_TickInputs` and `_TickState` describe the arguments; probes have [1, ticks, S, c, ...]."""
+    """Runs all ticks. `_TickInputs` and `_TickState` describe the arguments; probes are [1, ticks, S, c, ...]."""
     S, M, _ = self.schedule
     stages = jnp.arange(S)
     carried = jax.tree.map(lambda q: self.constrain(jnp.zeros_like(q[:, 0])), queue)

@@ -104,7 +104,7 @@ class WeightFormat:
     return np.dtype(np.int8 if self.name == 'int8' and self.symmetric else np.uint8)
 
   def group_axis(self, rank: int) -> int:
-    """Returns the dimension I of a weight of this rank."""
+    """Returns which dimension of a weight of this rank is I."""
     return rank - self.num_outputs - 1
 
   def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

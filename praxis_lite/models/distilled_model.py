@@ -4,8 +4,8 @@
 
 The factor T^2 keeps the gradient of the divergence as large as at T = 1.
 
-Instead of a teacher, the model may have batches with the teacher's probabilities p_k of its K most probable tokens. The
-other tokens then count as one token, both for the teacher and for the model, whose probabilities are q:
+The model may also learn without a teacher, from batches that contain the probabilities p_k which the teacher gave to
+its K most probable tokens. All other tokens then count as one. With the probabilities q of the model:
 
     KL = sum_k p_k (log p_k - log q_k) + p_rest (log p_rest - log q_rest),  p_rest = 1 - sum_k p_k
 

@@ -25,7 +25,7 @@ class IdLimit(NamedTuple):
   lengths: str | None = None
 
   def missing_ids(self, name: str, rows: NestedDict) -> np.ndarray:
-    """Returns the checked integers in the array `name` of a batch that the table lacks; [] without such an array."""
+    """Returns the integers of the batch's array `name` that are checked, but not in the table; [] without the array."""
     x = np.asarray(rows.get(name, ()))
     counts = _weights_of(x, rows, self.counted_by) != 0
     if x.ndim > 1 and rows.get(self.counted_by) is None and self.lengths is not None and self.lengths in rows:

@@ -284,7 +284,10 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return self.lm.extend_step(*arguments)
 
   def _prompt_is_prefix(self, lengths_B: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the argument `prefix_lengths` of the network's `extend_step` if prompts are prefixes; otherwise ()."""
+    """Returns `lengths_B` in a tuple, as the argument `prefix_lengths` of the network's `extend_step`.
+
+    Returns () unless the model attends to prompts as prefixes.
+    """
     return (lengths_B,) if self.model_type == 'prefix' else ()
 
   def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:
@@ -411,7 +414,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return RowsState(steps.start(num_rows, num_slots), jnp.zeros((num_rows, num_slots), jnp.int32))
 
   def row_axes(self, num_rows: int, num_slots: int) -> RowsState[NestedDict]:
-    """Returns the dimension of rows in each array of the state that `start_rows` returns."""
+    """Returns for each array of a state, as `start_rows` returns it, which of its dimensions is that of the rows."""
     axes = self._row_steps(num_rows, num_slots).row_axes(num_rows, num_slots)
     return RowsState(axes, 0)  # type: ignore[arg-type]
 
@@ -454,7 +457,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return self.next_prng_key()
 
   def _row_steps(self, num_rows: int, num_slots: int) -> Any:
-    """Returns `DecodingSteps` with a method `row_axes`."""
+    """Returns the `DecodingSteps` of rows; they have a method `row_axes` as well."""
     return CachedSteps(self.lm, (), True, jnp.full(num_rows, -1, jnp.int32) if self.adapter_names else None)
 
 
@@ -465,5 +468,5 @@ def weights_of_tokens(batch: NestedDict) -> jax.Array:
 
 
 def clear_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-  """Returns the ids, with 0 for negative ids of weight zero, whose vectors and gradients would be NaN."""
+  """Returns the ids, with 0 in place of negative ids of weight zero: the vectors of negative ids would be NaN."""
   return zero_where((weights_BT == 0) & (ids_BT < 0), ids_BT)

@@ -33,7 +33,8 @@ def check_shapes(
 ) -> None:
   """Raises DataError if examples have other shapes than those in the run's data.
 
-  `compared` maps a shape to what must agree.
+  `compared` is a function of a shape. What it returns must be the same for both shapes: `tuple` compares all sizes, and
+  `len` only the number of dimensions.
   """
   for name, shape, expected in _other_shapes(rows, structs, compared):
     raise DataError(
@@ -66,7 +67,10 @@ def name_other_shapes(batch: Mapping[str, Any], batch_struct: Callable[[], Mappi
 def _other_shapes(
   arrays: Mapping[str, Any], structs: Mapping[str, Any], compared: Callable[[_Shape], object]
 ) -> Iterator[tuple[str, _Shape, _Shape]]:
-  """Yields (name, shape, shape of an example in the run's data) of arrays whose examples have another shape."""
+  """Finds the arrays whose examples have another shape than those in the run's data.
+
+  Yields for each the name, the array's shape, and the shape of an example in the run's data.
+  """
   for name in structs:
     if name in arrays and name != 'weights':
       shape, expected = np.shape(arrays[name]), structs[name].shape[1:]

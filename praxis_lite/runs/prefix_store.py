@@ -36,7 +36,10 @@ class PrefixStore:
     self._least, self._uses = least, 0
 
   def keep(self, ids: Sequence[int], but: int | None = None) -> int | None:
-    """Returns the slot, other than `but`, to copy a row with these tokens into; None if the row need not be kept."""
+    """Returns the slot into which to copy a row with these tokens; None if the row need not be kept.
+
+    The slot `but` is never chosen.
+    """
     common = [count_common(place.ids, ids) for place in self._places]
     free = [i for i in range(len(self._places)) if i != but]
     if len(ids) < self._least or not free or max(common) == len(ids):

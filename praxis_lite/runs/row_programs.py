@@ -185,7 +185,7 @@ class RowPrograms:
     return jax.tree.map(to_even, self.state_shapes, compiled.output_shardings)
 
   def _make_program(self, fn: Callable[..., Any], donated: tuple[int, ...], *others: Any) -> Callable[..., Any]:
-    """Returns a jitted form of `fn`, which returns the state, and other results with the shardings `others`."""
+    """Returns `fn`, jitted. Its first result is the state; `others` are the shardings of its other results."""
     outputs = (self._shardings, *others) if others else self._shardings
     return GuardedJit(bind_mesh(fn, self._tasks.mesh), donate_argnums=donated, out_shardings=outputs)
 

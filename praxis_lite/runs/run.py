@@ -115,8 +115,8 @@ class SavedRun:
       seed: the seed for models that draw random numbers in predictions or evaluations.
 
     Raises:
-      UserError: there is no such checkpoint; the mesh does not fit the task or the devices; or `ema` is True, but the
-        run keeps no averages or `power_average` is set, too.
+      UserError: there is no such checkpoint; the mesh does not fit the task or the devices; `ema` is True, but the run
+        keeps no averages; or `ema` is True and `power_average` is given.
     """
     if ema and power_average is not None:
       raise UserError(

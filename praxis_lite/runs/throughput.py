@@ -14,14 +14,15 @@ from praxis_lite.common.trees import leaves_by_path
 
 
 class StartupTimes:
-  """Divides the time from the start, which is `began` or its construction, to the first step into named phases.
+  """Divides the time from the start to the first step into named phases.
 
       startup = StartupTimes()
       ...
       startup.mark('data')    # the time since the start, or the last mark, belongs to 'data'
       startup.report()        # 'first step after 7.9 s: data 0.4, compile 2.9, ...'
 
-  `clock` returns seconds, and can be replaced in tests; `began` is its value at the start.
+  `clock` returns seconds, and can be replaced in tests. `began` is the clock's value at the start; None means that the
+  start is now.
   """
 
   def __init__(self, began: float | None = None, clock: Callable[[], float] = time.perf_counter):

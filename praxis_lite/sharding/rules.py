@@ -81,8 +81,8 @@ def match_rules(
 ) -> tuple[int | None, ...]:
   """Returns for each dimension the index of the rule that decides it; None if it has no name or finds no free axis.
 
-  Names are logical names, None or UNCONSTRAINED, and come from `path`; the mesh axes `taken` are not available. Raises
-  ShardingError if a name occurs twice, or no rule has it.
+  `names` are logical names, None or UNCONSTRAINED. `path` is where the names come from, for errors. The mesh axes
+  `taken` are not free. Raises ShardingError if a name occurs twice, or if no rule has it.
   """
   named = [name for name in names if name is not None and name is not UNCONSTRAINED]
   prefix = f'{path}: ' if path else ''

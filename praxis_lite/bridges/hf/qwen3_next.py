@@ -141,7 +141,10 @@ def _attention_pairs(theirs: str, ours: str, H: int) -> list[Pair]:
 
 
 def _mixer_pairs(theirs: str, ours: str, sizes: tuple[int, int, int, int]) -> list[Pair]:
-  """Returns the pairs of a mixer: its projections are concatenated within each group, its convolutions as a whole."""
+  """Returns the pairs of a mixer.
+
+  A checkpoint concatenates the projections for each group of heads, but the convolutions as a whole.
+  """
   G, S, N, H = sizes
   R = N // G
   values, before = 2 * R * H, 2 * S // H

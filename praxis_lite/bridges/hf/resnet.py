@@ -63,7 +63,7 @@ class _ResidualFamily(ImageClassifierFamily):
     raise NotImplementedError
 
   def _numbered_blocks(self, network: NestedDict) -> Iterator[tuple[str, str, NestedDict]]:
-    """Yields (prefix of its tensors, prefix of its variables, declarations of its variables) of each block."""
+    """Yields for each block the prefix of its tensors, the prefix of its variables, and their declarations."""
     blocks = {int(name.removeprefix('blocks_')): of for name, of in network.items() if name.startswith('blocks_')}
     stage, start = 0, 0
     for n, block in sorted(blocks.items()):

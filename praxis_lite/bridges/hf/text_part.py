@@ -18,7 +18,7 @@ from praxis_lite.common.figures import number_of
 
 # The model_type of a model of texts and images, and the model_type and architecture of its text part.
 _TEXT_PARTS = {'gemma3': ('gemma3_text', 'Gemma3ForCausalLM')}
-# Fields of the whole config.json that are about its text part too.
+# Fields of the whole model's config.json that apply to the text part too.
 _SHARED = {'bos_token_id', 'eos_token_id', 'pad_token_id', 'dtype', 'torch_dtype', 'quantization_config'}
 _OF_IMAGES = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
 _OF_TEXTS = re.compile(r'language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.')

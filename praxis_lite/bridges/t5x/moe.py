@@ -201,7 +201,7 @@ class MoePjitPartitioner(PjitPartitioner):
     return axes if getattr(axes, '_optimizer', None) is None else self._t5x_axes(axes, train_state)
 
   def _t5x_axes(self, axes: Any, train_state: Any) -> Any:
-    """Returns the axes of a T5X train state, with the expert axis of its optimizer's state."""
+    """Returns the axes of a T5X train state, after adding the expert axis to those of its optimizer's state."""
     state_filter = self._state_filter
     if state_filter == 'infer':
       state_filter = infer_state_filter_of(train_state._optimizer.optimizer_def)

@@ -36,7 +36,7 @@ class Dataflow:
           self._callers.setdefault(called.name, (instruction, computation))
 
   def collectives(self) -> Iterator[tuple[Instruction, Computation]]:
-    """Yields each collective with its computation. If it spans several fusions, each of its parts is yielded."""
+    """Yields each collective and the computation that contains it; if it spans several fusions, each of its parts."""
     for computation in self._program.computations.values():
       yield from ((instruction, computation) for instruction in computation.instructions if instruction.collective)
 

@@ -182,7 +182,11 @@ class _InferencePlanner(Planner[InferencePlan]):
     return bytes_on_each(jax.tree.map(lambda x, y: x.update(dtype=y.dtype), variables, read))
 
   def _largest_rows(self, memory: Memory) -> int:
-    """Returns about how many rows fit: `memory` of the plan corrects the estimates for other numbers of rows."""
+    """Returns about how many rows fit into memory.
+
+    Estimates for several numbers of rows are corrected by the difference between `memory`, the memory of the plan, and
+    the estimate for its number of rows.
+    """
     requested, at_once = self.requests.rows, math.prod(self._mesh.values())  # Rows are padded to a multiple of this.
     missing = memory.peak - self._estimate(requested, None)[0].peak
     few = -(-requested // at_once) * at_once

@@ -64,7 +64,10 @@ UNROLLED = 'praxis_lite.unrolled'
 
 @dataclasses.dataclass(frozen=True)
 class LocalOperation:
-  """The work of an operation on one device: a product, convolution, fused attention, or a guessed fusion of others."""
+  """The work of an operation on one device: a product, a convolution, a fused attention or a fusion.
+
+  A fusion is a guess of which other operations XLA will fuse.
+  """
 
   name: str  # The names of the loops that contain it, then the name that JAX gives the operation.
   count: float  # Executions in a step.
@@ -153,7 +156,7 @@ class _Reader:
     fills_in_place: bool = False,
     order: Sequence[ir.Operation] = (),
   ) -> Peak:
-    """Adds the work of a block that runs `count` times. Returns its peak of live bytes, without its arguments.
+    """Adds the work of a block that runs `count` times. Returns the block's peak of live bytes, without arguments.
 
     `order` are its operations in the order in which they run, if this is not the order of the block.
     """

@@ -233,7 +233,10 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
 
 
 def _declared_by(found: Iterable[Communication], width: int | None) -> str:
-  """Returns the fields that declare some collectives. With a `width`, gives only the end of the first."""
+  """Returns the paths of the fields that declare some collectives; '-' if there are none.
+
+  If `width` is given, only the first path, cut at its beginning, and the number of further ones are returned.
+  """
   fields = list(dict.fromkeys(f for c in found if c.cause for f in c.cause.fields))
   if width is None or not fields:
     return ', '.join(fields) or '-'

@@ -140,7 +140,10 @@ def _entry_without(entry: object, field: str, left_out: Collection[Choice]) -> o
 
 
 def _activations(layer: Layer) -> list[tuple[str, str, Placement]]:
-  """Returns (name, path of the config field from which its first entry comes, placement) of each activation mapping."""
+  """Returns for each activation mapping its name, the path of a config field, and its placement.
+
+  The first entry of the mapping comes from this field.
+  """
   mappings, found = layer.split_mappings(_ACTIVATIONS), []
   for field, placement in layer.placements(_ACTIVATIONS).items():
     mapping = mappings[field]

@@ -86,7 +86,7 @@ _Meet = Callable[[int, int], bool]  # Whether two sizes of the real model meet.
 
 
 class _Stages(NamedTuple):
-  """A pipeline: what its layer says about its stages, and their number in the small task."""
+  """The stages of a pipeline: `real` describes the real ones, and `small` is their number in the small task."""
 
   real: PipelineStages
   small: int
@@ -98,7 +98,7 @@ class _Stages(NamedTuple):
     return self.small * self.real.rounds * self.real.period
 
   def fit(self, num_layers: int, small: int) -> bool:
-    """Whether stages and parts divide the small number of layers evenly iff they divide `num_layers` evenly."""
+    """Whether stages, and their parts, divide `small` layers evenly exactly where they divide `num_layers` evenly."""
     R, period = self.real.rounds, self.real.period  # Layers that are left over after whole patterns are in no stage.
     pairs = (self.real.number, self.small), (self.real_parts, self.small_parts)
     are_even = (((num_layers // period) % (R * n) == 0) == ((small // period) % (R * k) == 0) for n, k in pairs)
@@ -332,7 +332,7 @@ def _is_valid(small: SmallTask) -> bool:
 
 
 def _replace_sizes(batch: NestedDict, sizes: Mapping[int, int]) -> NestedDict:
-  """Returns the shapes of a batch, with sizes replaced by those in `sizes` except in dimension 0."""
+  """Returns the shapes of a batch. Dimension 0 stays; `sizes` maps sizes of other dimensions to new ones."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((x.shape[0], *(sizes.get(n, n) for n in x.shape[1:])), x.dtype), batch
   )

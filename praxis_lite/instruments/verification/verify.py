@@ -303,7 +303,7 @@ class _Comparison:
     return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
 
   def _draws(self, case: Case) -> bool:
-    """Whether results depend on the random key, and only on it: False if they differ for the same key."""
+    """Whether results differ for another random key, and are equal for the same key."""
     runner = Runner(case, self._one)
     first, again, other = (runner.results(seed=seed) for seed in (0, 0, 1))
 

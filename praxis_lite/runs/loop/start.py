@@ -114,8 +114,9 @@ def _base_of_checkpoints(
 def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | None, str]:
   """Returns the base for checkpoints of this run, and a line if they will store more arrays than before, otherwise ''.
 
-  This is the base of the newest checkpoint, without arrays that this run may change, or has in another shape or dtype.
-  It is None if no array remains. It never comes from a newer checkpoint of the other run.
+  The base is that of the newest checkpoint of this run, even if the other run has a newer checkpoint by now. It leaves
+  out the arrays that this run may change, and those whose shape or dtype differs in this run. It is None if no array
+  remains.
   """
   base = checkpointer.base_of() if checkpointer.steps() else None
   if base is None:
@@ -168,7 +169,10 @@ def _plan_warm_start(job: TrainJob, is_imported: bool) -> WarmStart | None:
 def _restore(
   job: TrainJob, copy: StateCopy | None, checkpointer: Checkpointer
 ) -> tuple[TrainState, dict[str, Any] | None, Progress]:
-  """Returns the state, the state of the training input and the progress of a copy, or of the newest checkpoint."""
+  """Restores `copy` if it is not None, otherwise the newest checkpoint.
+
+  Returns the train state, the state of the training input, and the progress of the run.
+  """
   shapes, true_shapes = job.programs.partitioned.state_shapes, job.programs.partitioned.unpadded_state_shapes
   if copy is not None:
     return copy.restore(shapes), copy.input_state, Progress.parse(copy.progress)

@@ -208,7 +208,10 @@ def _add_ends(metrics: Sequence[str]) -> list[str]:
 
 
 def _metrics(run: RunState, name: str) -> list[str]:
-  """Returns a run's metric `name`, or else those that end with `/name`: only evaluation metrics if there are some."""
+  """Returns the run's metric `name`; without such a metric, the metrics that end with `/name`.
+
+  If some of these are evaluation metrics, only they are returned.
+  """
   found = [name] if name in run.metrics else [metric for metric in run.metrics if metric.endswith(f'/{name}')]
   return sorted([metric for metric in found if metric.startswith('eval/')] or found)
 

@@ -51,20 +51,21 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
 
 
 def are_few(num_ids: int, num_rows: int) -> bool:
-  """Whether XLA might look up ids in each part of a table with that many rows, and add up the results.
+  """Whether ids are so few that XLA might look them up in each part of a table, and add up the results.
 
-  This was seen for up to 7/8 as many ids as rows. The limit is higher if the axis that splits the rows is longer; see
-  section 28 of docs/xla-partitioner-faults.md. The factor of 2 leaves room for what was not tried.
+  `num_rows` is the number of rows of the table. The fault was seen with as many ids as 7/8 of this number, and with
+  more ids if the axis that splits the rows is longer; see section 28 of docs/xla-partitioner-faults.md. The factor of 2
+  leaves room for what was not tried.
   """
   return num_ids <= 2 * num_rows
 
 
 def arrays_to_pin(lookup: Instance) -> Iterable[int]:
-  """Returns the arrays of a correct lookup that XLA might split in another way, and then compute it wrongly.
+  """Returns the arrays of a correct lookup whose splits must stay: with other splits, XLA might compute it wrongly.
 
   * Ids, if they and the table are split. Test: `test_lookup_with_ids_that_are_split_twice`.
   * All arrays of a sharded batch of lookups, and of any sharded lookup inside `shard_map`. There, XLA splits the rows
-    of each table over axes that are free, or ids and slices over the same axis, and aborts the process. Tests:
+    of each table over free axes, or splits ids and slices over the same axis; then it aborts the process. Tests:
     `test_lookups_of_a_batch_in_shard_map`, `test_lookup_in_shard_map_of_arrays_that_are_split`.
   """
   table, ids = lookup.splits[0], lookup.splits[IDS]
@@ -177,7 +178,7 @@ def _numbers(scatter: Instance) -> stablehlo.ScatterDimensionNumbers:
 
 
 def _local(scatter: Instance) -> tuple[ArraySplit, ...]:
-  """Returns splits with which a scatter is local except for sums; dimensions written in parts are not split."""
+  """Returns splits with which devices exchange nothing but sums; dimensions that are written in parts stay whole."""
   numbers = _numbers(scatter)
   _, ids, updates, table = scatter.compatible
   skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
