@@ -176,7 +176,7 @@ class StoredCheckpoint:
 
 
 def check_same_run(variables: Mapping[str, ArrayRecord], job_log_dir: Path, *, optimizer: bool = True) -> None:
-  """Raises CheckpointError if the checkpoints in a directory belong to another model than the one to copy there.
+  """Raises CheckpointError if a directory has checkpoints of another model than that of the arrays to copy.
 
   `variables` are the arrays to copy. The directory need not exist. Without `optimizer`, the optimizer state may differ.
   """

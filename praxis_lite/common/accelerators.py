@@ -91,10 +91,10 @@ def _entry(table: Mapping[str, T], table_name: str, key: str) -> T:
 
 # ---------------------------------------------------------------- TPU
 
-# Peaks in 1e12/s; memory in GiB; bandwidth, a link and the network of a chip in GB/s; chips per host. The figure of a
-# link is for one link in one direction. It follows from the documented bandwidth of a chip over 4 links (2D) or 6 links
-# (3D) in both directions; for v2 to v4, from the bisection bandwidth of a pod. Each row needs an entry in
-# `_TPU_NETWORK_SOURCES`.
+# Peaks in 1e12/s; memory in GiB; in GB/s, the bandwidth of the memory, of one link and of a chip's network; and the
+# number of chips in a host. The figure of a link is for one direction. It follows from the documented bandwidth of a
+# chip over 4 links (2D) or 6 links (3D) in both directions; for v2 to v4, from the bisection bandwidth of a pod. Each
+# row needs an entry in `_TPU_NETWORK_SOURCES`.
 _TPU_FIGURES = """
        bf16  int8  float8  memory  bandwidth  link  network  host  largest   wraps_at  devices  device kinds
   v2     45    45      45      16        700  62.5     6.25     4  16x16           16        2  tpu v2

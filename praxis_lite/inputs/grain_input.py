@@ -227,7 +227,7 @@ class ArrayRecordInput(GrainInput):
 
 @dataclasses.dataclass(frozen=True)
 class _Records:
-  """The records of all files, numbered consecutively, as rows that `parse` makes; `where` names the path in errors.
+  """The records of all files, numbered consecutively. `parse` turns them into rows; `where` names the path in errors.
 
   `ends` has for each file the number of records before it, and at the end the number of all records.
   """

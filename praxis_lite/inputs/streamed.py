@@ -39,7 +39,7 @@ class StreamedInput(BaseInput):
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     if self.num_hosts > 1 and (count, start, stop) == (self.batch_size, *self.host_rows):
       return self._read_group(epoch, position, count, start, stop)
-    # A single host, and a mixture, whose counts vary, read chunks of `batch_size` examples, and take slices of these.
+    # A single host reads chunks of `batch_size` examples, and takes slices of them. So does a mixture: its counts vary.
     parts: list[Rows] = []
     available = 0
     while available < count:

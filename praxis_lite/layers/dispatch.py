@@ -66,9 +66,9 @@ def sorted_plan(experts_NK: jax.Array, num_experts: int) -> tuple[DispatchPlan, 
 
 
 def plan_of_rows(plans: DispatchPlan, num_choices: int, capacity: int) -> DispatchPlan:
-  """Returns the stacked plans [B, ...] of rows, of E C slots each, as one plan, ordered by expert, then by row.
+  """Joins the plans of the rows of a batch into one plan, whose slots are ordered by expert, then by row.
 
-  A row has `num_choices` choices, T K.
+  `plans` is a stack of plans, [B, ...], each with E C slots. A row has T K choices, `num_choices`.
   """
   rows, slots = plans.choice_of_slot.shape
   of_row = jnp.arange(rows, dtype=jnp.int32)[:, None]

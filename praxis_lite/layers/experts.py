@@ -90,7 +90,7 @@ class DeviceExperts(NamedTuple):
   stage_axes: tuple[str, ...] = ()  # The mesh axes that split the pipeline's stages around the layer, evenly.
 
   def grouped_product(self, sizes: jax.Array) -> RowProduct:
-    """Returns the function that multiplies rows [M, I], sorted by expert; `sizes` are the rows of each expert."""
+    """Returns the function that multiplies rows [M, I], sorted by expert; `sizes` has the number of rows of each."""
     return _GroupedProduct(sizes, self.grouped_matmul, self.stage_axes)
 
 

@@ -12,7 +12,8 @@ A mask is a pytree, so it can pass through transforms. Attention uses three of i
 The fields of a mask say whether their arrays have a value for each query, each key or each row, so that attention can
 cut them. A new kind of mask is a class with `allows`; the other two methods only save work.
 
-B batch, N heads, T length of the queries, S length of the keys; I, J numbers of blocks, Q and S lengths of a block.
+B batch, N heads, T length of the queries, S length of the keys. In arrays that are cut into blocks: I blocks of Q
+queries, and J blocks of S keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loop over ticks of a pipeline, on arrays that `pipeline.py` has cut into stages and microbatches.
 
-B batch, M microbatches, mb rows in each, S stages, R rounds, P = repetitions / R, c = P / S rounded up: repetitions in
-a group.
+B batch, M microbatches, mb rows in each, S stages, R rounds, P repetitions in a round (all repetitions / R), c
+repetitions in a group, a stage's share of a round (P / S, rounded up).
 """
 
 from __future__ import annotations

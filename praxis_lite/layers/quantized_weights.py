@@ -307,9 +307,10 @@ class QuantizedWeight:
     return self.format.multiply(x, self._parts_by_kind(parts), self._num_last)
 
   def spread(self, parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns arrays of the weight's shape: 'integers', at least -2^(b-1) for b bits, and 'scale'.
+    """Returns the integers and scales of all entries, as arrays of the weight's shape, by name.
 
-    With zero points, it also returns 'zero', the integer that represents 0.
+    'integers' are from -2^(b-1) to 2^(b-1) - 1 for b bits. With zero points there is also 'zero', the integer that
+    represents 0; the scales are 'scale'.
     """
     return self.format.spread(self._parts_by_kind(parts), self._num_last)
 

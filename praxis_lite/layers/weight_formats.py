@@ -70,8 +70,8 @@ class WeightFormat:
   num_outputs: int = 1  # The number of dimensions *O.
   group_size: int | None = None  # g; None gives each output one scale for all of its inputs.
   symmetric: bool = True  # Whether integers have no zero points; NF4 never has any.
-  # p; a scale covers this percentage of the |w| that it belongs to, and larger ones are clipped; 100 covers all. If not
-  # symmetric, it covers the range between the percentiles 100 - p and p of w.
+  # p; of the weights w of a scale, p percent have a |w| that the scale covers, and larger ones are clipped; 100 covers
+  # all. Without symmetry, the scale covers the range between the percentiles 100 - p and p of w.
   percentile: float = 100.0
   scale_dtype: DTypeLike = 'float32'  # Storage dtype of scales, to which they are rounded up before values are rounded.
   kept: tuple[int, int] | None = None  # (n, m); None keeps all.
@@ -378,7 +378,7 @@ class WeightFormat:
     return jnp.sum(q << self._shifts(q.ndim), axis=axis + 1, dtype=jnp.uint8)
 
   def _unpack(self, stored: jax.Array, num_last: int) -> jax.Array:
-    """Returns the stored values of bytes, [..., I, *O]; the inverse of `_pack`."""
+    """Unpacks bytes: returns the stored values, [..., I, *O], where I is `num_last`; the inverse of `_pack`."""
     in_byte = 8 // self.bits
     if in_byte == 1:
       return stored

@@ -94,7 +94,7 @@ def _weights_of(labels: np.ndarray, rows: NestedDict, name: str = 'weights') -> 
 
 
 def check_images(data: BaseInput, batch: NestedDict, name: str, expected: tuple[int, ...]) -> None:
-  """Raises a `ConfigError` if the images of a batch, its array `name`, are missing or not [B, *expected]."""
+  """Raises a `ConfigError` if a batch has no images in its array `name`, or if they are not [B, *expected]."""
   shape = np.shape(batch.get(name, 0))
   if shape[1:] != expected:
     raise ConfigError(

@@ -34,7 +34,7 @@ def datasets_by_use(model: TrainedModel) -> list[Config]:
 
 
 def batches_of_names(files: Sequence[str], batch_size: int) -> Iterator[tuple[str, Sequence[str]]]:
-  """Yields (name for messages, up to `batch_size` files), in order."""
+  """Yields the files in groups of up to `batch_size`, in order; each as a name for messages, and its files."""
   for start in range(0, len(files), batch_size):
     several = files[start : start + batch_size]
     yield several[0] if len(several) == 1 else f'{several[0]} and {len(several) - 1} more', several

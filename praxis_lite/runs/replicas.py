@@ -33,7 +33,7 @@ class ReplicaDifference(NamedTuple):
   """A difference between replicas of one part of an array; devices are numbered in the order of the mesh.
 
   Attributes:
-    odd: the devices that disagree with the checksum of more than half of the replicas; () without such a majority.
+    odd: if more than half of the replicas have the same checksum, the devices with another one; otherwise ().
   """
 
   path: Path

@@ -1,8 +1,8 @@
 """Gradients of activations, as arrays or statistics, which a step computes in its backward pass.
 
-A probe is an array of zeros among the variables of a layer. The gradient with respect to it is the wanted array or a
-part of a statistic, see `layers/base/taps.py`. Each layer of a stack and each call of a layer has its own probe. This
-file makes the probes, and computes these gradients.
+A probe is an array of zeros among the variables of a layer. The gradient with respect to it is what a tap asks for: an
+array, or a part of a statistic; see `layers/base/taps.py`. Each layer of a stack and each call of a layer has its own
+probe. This file makes the probes, and computes these gradients.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class Probes(NamedTuple):
 
 
 def make_probes(output: LossOutput, probed: dict[str, Path], root: Path, num_losses: int = 1) -> Probes:
-  """Returns the probes of a step, given the shapes of what the loss function returns in a call without probes.
+  """Returns the probes of a step.
 
-  `probed` is what that call has collected, see `Taps`; `root` is the path of the model, and `num_losses` the number of
-  devices whose losses are averaged.
+  `output` has the shapes of what the loss function returns when it is called without probes, and `probed` is what that
+  call has collected, see `Taps`. `root` is the path of the model. `num_losses` is the number of devices whose losses
+  are averaged.
   """
   arrays, paths = dict[str, Any](), dict[str, Path]()
   for name, summary in output.summaries.items():

@@ -87,7 +87,7 @@ def value_and_grad(
   """Returns (loss, output, gradient with respect to `trained`).
 
   Args:
-    loss_fn: see `LossFn`; its updates have paths of `others`.
+    loss_fn: see `LossFn`; the variables that it updates are among `others`.
     trained: the variables to differentiate by.
     others: all other variables; each microbatch gets the updates of the previous one.
     key: PRNG key; each microbatch folds in its index.

@@ -36,7 +36,7 @@ def split_experts(
 ) -> dict[str, Tensor]:
   """Returns tensors by name, where each tensor for all experts is replaced by one for each expert.
 
-  The new tensors are named like those of separate adapters. `modules` has the names of the modules with each weight;
+  The new tensors are named like those of separate adapters. `modules` maps each weight to the names of its modules;
   `declared` are the declarations of the network's variables.
   """
   found: dict[str, Tensor] = dict(stored)

@@ -87,7 +87,7 @@ class LocalChunker:
     )
 
   def get_shard_id(self, mesh_axes: str | SpecLike) -> int:
-    """Returns the host's number, row-major, among the different parts of an array split over these axes."""
+    """Returns the number of the host's part, row-major, among all parts of an array that is split over these axes."""
     return self._number(self._flatten(mesh_axes))
 
   def get_replica_id(self, mesh_axes: str | SpecLike) -> int:
@@ -96,7 +96,7 @@ class LocalChunker:
     return self._number([axis for axis in self.num_chunks if axis not in used])
 
   def get_num_shards(self, mesh_axes: str | SpecLike) -> int:
-    """Returns how many different parts all hosts hold of an array split over these axes."""
+    """Returns the number of different parts, over all hosts, of an array that is split over these axes."""
     return math.prod(self.num_chunks[axis] for axis in self._flatten(mesh_axes))
 
   def _slice(self, size: int, entry: Entry, dim: int) -> slice:

@@ -50,8 +50,9 @@ def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
 def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisNames) -> T:
   """Returns a tree of names in which 'expert' precedes the names of each array that the filter accepts.
 
-  An array of optimizer state that is factored per expert has one more axis than its rules name. Names stay AxisNames or
-  a PartitionSpec; where an array has None, its names are of type `kind`. A filter of None accepts no array.
+  If an optimizer factors its statistics for each expert separately, their arrays have one axis more than their names.
+  Names that are AxisNames or a PartitionSpec stay of their type; names that are None become of type `kind`. A filter of
+  None accepts no array.
   """
   accepts = _to_predicate(state_filter)
 

@@ -72,7 +72,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
 
   def restore(self, directory: epath.Path, item: Any = None, *, args: ocp.args.PyTreeRestore) -> Any:
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args.item)]
-    # One chunk of each array must fit. A chunk is less than twice the array, even with the padding of its mesh.
+    # One chunk of each array must fit. Even with the padding of its mesh, a chunk is less than twice the array's size.
     in_flight = max([_RESTORED_AT_ONCE, *(2 * size for size in sizes)])
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_types(), restore_concurrent_gb=in_flight / 1e9)
     try:

@@ -169,7 +169,7 @@ def _write_checksums() -> None:
 
 
 def add_chunk_checksums(spec: dict[str, Any]) -> dict[str, Any]:
-  """Returns the TensorStore spec of an array to write, with a checksum of each chunk; unchanged unless in Zarr 3.
+  """Returns the TensorStore spec of an array to write, with a checksum of each chunk; only specs of Zarr 3 change.
 
   Every reader of the format verifies the checksums of the chunks that it reads. Compressed chunks use Zstandard's own
   checksum, an XXH64 of the values, which takes a quarter of the time of a CRC-32C of the file; other chunks get a

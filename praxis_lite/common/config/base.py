@@ -39,8 +39,8 @@ T = TypeVar('T')
 
 _NOWHERE = CodePlace()
 
-# Checks of a Configurable class, the values of its fields and its path, called before an object of it is built. They
-# raise ConfigError. Modules that depend on this one add their checks to the list.
+# Functions that are called before an object of a Configurable class is built, with the class, the values of its fields,
+# and its path. They raise ConfigError if something is wrong. Modules that depend on this one add functions to the list.
 field_checks: list[Callable[[type[Configurable], dict[str | int, Any], str], None]] = []
 
 
@@ -277,8 +277,8 @@ def unknown_field(
   """Returns the error for a field `name` that a class or function does not have, or for an index instead of a field.
 
   `path` is the path of the config if an override named the field; otherwise None. Overrides may leave out the ending
-  _tpl of a field. `below` is the config if the message may suggest configs nested in it that have the field; otherwise
-  None. `place` is where Python code named the field.
+  _tpl of a field. `below` is a config: the message suggests configs nested in it that have the field; None suggests no
+  such configs. `place` is where Python code named the field.
   """
   known = field_names(fn_or_cls) or []
   spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]

@@ -108,7 +108,7 @@ class Option:
 
   @property
   def factors(self) -> TimeFactors | None:
-    """The range of the ratio of real to planned time, and so of real to planned money; None if not known."""
+    """The least and the largest ratio of real to planned time, and so of real to planned price; None if not known."""
     known, tokens = time_factors(self.topology, self.is_compiled), self.tokens_range
     if tokens == (1.0, 1.0):
       return known

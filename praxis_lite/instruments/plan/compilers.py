@@ -294,7 +294,7 @@ _WITHOUT_GPU: dict[str, dict[str, Flag]] = {
 
 
 def _compile_for_gpu(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.stages.Compiled, dict[str, Flag]]:
-  """Returns a GPU program, and the flags that were added because it can be compiled only with them."""
+  """Returns a compiled GPU program, and the flags that had to be added to compile it on this machine."""
   more: dict[str, Flag] = {}
   while True:
     try:

@@ -18,7 +18,7 @@ _KEEPS |= {'all-gather', 'all-gather-start', 'all-gather-done', 'dynamic-slice-s
 _KEEPS |= {'collective-permute', 'collective-permute-start', 'collective-permute-done'}
 _PASSED_ON = {'fusion', 'call', 'async-start', 'async-update', 'async-done'}
 
-# The index of the operand that may be only padding, by opcode. XLA gathers uneven parts as a sum of padded arrays.
+# By opcode: the index of an operand that may contain only padding. XLA gathers uneven parts as a sum of padded arrays.
 _FILLERS = {'dynamic-update-slice': 0, 'select': 2}
 
 Index = tuple[int, ...]  # The index of an element of a nested tuple.

@@ -58,7 +58,7 @@ from praxis_lite.sharding.propagation import (
 
 # The target of a custom call that the compiler splits by a special rule; see `lower_without_devices`.
 SPLIT_BY_RULE = 'praxis_lite.split_by_rule'
-# Marks a loop that the compiled program unrolls, where results of iterations are not copied into one array.
+# Marks a loop that the compiled program unrolls, so that it does not copy the results of iterations into one array.
 UNROLLED = 'praxis_lite.unrolled'
 
 

@@ -206,7 +206,7 @@ class _Buffer:
 
 
 _Held = _Buffer | tuple['_Held', ...]
-# What the buffers that a loop over layers fills contain, by the phase of the loop. A loop that recomputes fills none.
+# A loop over layers fills buffers: what they contain, by the phase of the loop. A loop that recomputes fills none.
 FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
@@ -323,7 +323,7 @@ class _Liveness:
     return new(instruction.shape)
 
   def _tell_loop(self, loop: Instruction, carried: _Held) -> None:
-    """Gives buffers that a loop fills part by part the names and kinds of the operations that fill them."""
+    """Finds the buffers that a loop fills part by part; sets for each its kind, and which operation fills it."""
     body = self._program.computations.get(loop.attribute('body').lstrip('%'))
     if body is None or not isinstance(carried, tuple):
       return

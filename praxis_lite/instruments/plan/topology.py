@@ -249,8 +249,9 @@ _FORMULAS = TimeFactors(0.88, 1.67)
 def time_factors(topology: Topology, is_compiled: bool) -> TimeFactors | None:
   """Returns the known errors of plans for these chips.
 
-  If several runs on this kind of chip were measured, these are the errors of their plans. Returns None if the errors
-  are not known: if only one run was measured, for calibrated chips, and for simulated devices.
+  If several runs on this kind of chip were measured, these are the errors of their plans. If none was measured, they
+  come from published times of steps. Returns None if the errors are not known: if only one run was measured; or if none
+  was measured and the chips are calibrated, or are simulated devices.
   """
   target, runs = topology.target, topology.experience
   if runs is not None:

@@ -266,7 +266,7 @@ def _small_count(n: int, first: int, stacks: Sequence[_Split], pipelines: Sequen
 
 
 def _fit(n: int, parts: int) -> tuple[bool, bool, bool]:
-  """Returns whether `parts` divides `n`, whether they only have a common factor, and whether `n` is the smaller one."""
+  """Returns whether `parts` divides `n`; if not, whether they have a common factor; and whether `n` < `parts`."""
   return n % parts == 0, n % parts != 0 and math.gcd(n, parts) > 1, n < parts
 
 

@@ -417,7 +417,10 @@ class _Comparison:
 
 
 class _Verdict(NamedTuple):
-  """The errors of the results that are wrong on the mesh, remarks on them, and references without and with noise."""
+  """Which results are wrong on the mesh, with their errors, and remarks on them.
+
+  `expected` and `noise` are the results of one device with which the mesh was compared, and those with rounding noise.
+  """
 
   wrong: dict[Name, float]
   remarks: dict[Name, str]

@@ -129,9 +129,9 @@ class InCall:
     return filler if paddings is None else filler | (paddings != 0)
 
   def next_prng_key(self) -> jax.Array:
-    """In a call: returns a new PRNG key, a function of the call's key, this layer's path and its number of draws.
+    """In a call: returns a new PRNG key; it depends on the call's key, and on the path and earlier draws of the layer.
 
-    In the body of a `jax.lax.scan` of the layer it is the same in each iteration; split a key before the loop.
+    In the body of a `jax.lax.scan` of the layer, the key is the same in each iteration; split a key before the loop.
     """
     return self._frame().next_key(self._path)
 

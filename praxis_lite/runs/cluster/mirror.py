@@ -122,7 +122,7 @@ class Mirror(Observer):
       raise DamagedError(f'{damaged[0]}; there is no other one in {remote.url} or {self._directory}')
 
   def _fetch_best(self, remote: RemoteRun, *, older_than: int) -> None:
-    """Fetches the best checkpoint if it is older than a step; call this before the newest checkpoint is fetched."""
+    """Fetches the best checkpoint if its step is below `older_than`. Call this before the newest one is fetched."""
     best = remote.best_step()
     for checkpoint in remote.checkpoints():
       if checkpoint.step == best and best < older_than and not self._folder(best).exists():

@@ -32,8 +32,8 @@ class TrainOptions:
     devices: the devices to build the mesh from; None means all devices.
     seed: seed of the initial values and of all random numbers in training. None means the seed that the run records,
       or 0 for a new run.
-    restore_input: False reads the training data from its beginning instead of the saved position, if the data has
-      changed.
+    restore_input: whether a resumed run goes on reading the training data at the saved position; False reads it from
+      its beginning.
     verify_numerics: before the first step, compute its gradient norms by a second method, too, and stop if they differ.
     advise: returns warnings about the task, which are printed before anything is compiled.
     hooks: called after steps, evaluations and checkpoints; see `praxis_lite.runs.hooks`.
@@ -46,8 +46,8 @@ class TrainOptions:
       'fail' raises.
     debug_nans: wait for each step; after the first one that is not finite, end with an error that names the layer.
     check_determinism: run twice each step whose number is a multiple of this, and compare the results bit by bit.
-    other_devices: run one of the two times of `check_determinism` with each device doing the work of the one before it,
-      which also finds a device that computes the same wrong values each time. Compiles the step twice.
+    other_devices: when `check_determinism` runs a step twice, let each device do the work of another one in the first
+      of the two runs. This also finds a device that computes the same wrong values each time. Compiles the step twice.
     check_replicas: compare the replicas of the train state after each step whose number is a multiple of this, and
       before each save; see `praxis_lite.runs.corruption`.
     on_corruption: what to do after a check found different bits: 'fail' ends the run with exit code 76, 'repeat' goes
@@ -56,8 +56,8 @@ class TrainOptions:
     grace_s, preemption_notice: see `grace_s` and `notice` in `praxis_lite.runs.cluster.preemption`.
     elastic: if there are fewer devices than the mesh needs, train on a smaller mesh; see `praxis_lite.runs.elastic`.
     input_timeout_s: seconds to wait for a batch. After that the run is saved and ends with HungInputError.
-    alert_command: a command for the shell, run after steps that are not finite, when the run goes back or fails, and at
-      its end; see `praxis_lite.runs.alerts`.
+    alert_command: a command for the shell. It is called after steps that are not finite, when the run goes back to a
+      checkpoint, when it fails, and when it ends; see `praxis_lite.runs.alerts`.
     accept_changed_data: continue at the saved position although files of the training data have changed since; by
       default, this is an error.
     startup: the times of earlier work of the caller, such as imports, which count as start-up; None counts none.

@@ -88,9 +88,9 @@ def group_runs(
 
 
 def _complete_names(runs: Sequence[RunState]) -> Iterator[RunState]:
-  """Yields the runs with full names of experiments.
+  """Yields the runs, with full names of their experiments.
 
-  If a run has recorded only the file, other runs may tell the name.
+  If a run has recorded only the file of its experiment, the name is taken from runs of the same file, if it is clear.
   """
   for run in runs:
     whole = {other.experiment for other in runs if other.experiment.rpartition('.')[0] == run.experiment}
@@ -279,8 +279,8 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
     metric: a full name, such as 'eval/validation/loss', or the end of one. None uses the `best_metric` on which the
       configs agree, or the metric of `early_stopping`, or else the loss. If several inputs have this metric, the input
       that most runs have is used.
-    mode: 'min' if lower is better, otherwise 'max'. None means 'max' if all configs have the mode 'max' and the metric
-      is the one on which they agree, or if `metric` is given and its name implies 'max'; otherwise 'min'.
+    mode: 'min' if lower is better, otherwise 'max'. None means 'max' in two cases: the configs agree on this metric,
+      and all have the mode 'max'; or `metric` is given, and its name implies 'max'. Otherwise None means 'min'.
 
   Raises:
     UserError: no run has the metric, or several inputs of one run have it.

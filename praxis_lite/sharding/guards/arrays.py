@@ -9,7 +9,8 @@ from praxis_lite.sharding.propagation import ArraySplit, Axis, Instance
 
 PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
 GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
-# The index of the ids, and of the rows read or written, among the arrays of a gather or of a scatter of one array.
+# Among the arrays of a gather, or of a scatter of one array: the index of the ids, and that of the rows that it reads
+# or writes.
 IDS, ROWS = 1, 2
 
 

@@ -198,9 +198,9 @@ def _local(scatter: Instance) -> tuple[ArraySplit, ...]:
 
 
 def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, int]:
-  """Returns {dimension of the rows: dimension of the ids} for corresponding dimensions.
+  """Returns {dimension of the rows: corresponding dimension of the ids}.
 
-  The dimensions `slices` of the rows, and the dimension `vector` of the ids, which holds one id, are left out.
+  This leaves out `slices`, which are dimensions of the rows, and `vector`, the dimension of the ids that holds one id.
   """
   slices = {*slices}
   of_rows = [dim for dim in range(len(lookup.splits[ROWS])) if dim not in slices]
