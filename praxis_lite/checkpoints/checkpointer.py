@@ -290,10 +290,10 @@ class Checkpointer:
     return map_with_path(lambda path, _: node_at(arrays, path), shapes)
 
   def restore_arrays(self, shapes: NestedDict, *, step: Step = None) -> NestedDict:
-    """Restores some arrays by their names, cut or extended by zeros to `shapes`, in their dtypes and shardings.
+    """Restores some arrays by their names, with the shapes, dtypes and shardings of `shapes`.
 
-    `shapes` are nested dicts of `jax.ShapeDtypeStruct`s of the same ranks as the arrays in the checkpoint. Otherwise
-    this works like `restore`, but does not compare shapes.
+    `shapes` are nested dicts of `jax.ShapeDtypeStruct`s of the same ranks as the arrays in the checkpoint. The arrays
+    are cut or extended by zeros to these shapes. Otherwise this works like `restore`, but does not compare shapes.
     """
     step = self.existing_step(step)
     data_shapes = jax.tree.map(stored_shape, shapes)

@@ -31,7 +31,10 @@ STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.S
 
 
 def run_grid(values: flags.FlagValues, part: tuple[int, int] | None) -> int:
-  """Trains the points of a grid, or of its part (number, count), that are not finished; returns the exit code."""
+  """Trains the unfinished points of a grid; returns the exit code.
+
+  `part` is (number, count): only this one of `count` parts of the grid is trained. None trains the whole grid.
+  """
   if has_record(values.job_log_dir):
     raise UserError(
       f'--job_log_dir={values.job_log_dir} is the directory of a run; name another one, for the runs of the sweep'

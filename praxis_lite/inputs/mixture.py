@@ -118,7 +118,7 @@ class MixtureInput(BaseInput):
     return jax.tree.map(lambda x: x[order], rows), filled
 
   def _choose(self, indices: np.ndarray, tried: np.ndarray, attempt: int) -> np.ndarray:
-    """Draws a source for each of the examples `indices`, [n], among those for which `tried`, [n, sources], is False."""
+    """Draws a source for each example of `indices`, [n], from the sources for which `tried`, [n, sources], is False."""
     ends = np.cumsum(np.where(tried, 0.0, self._weights), axis=1)
     u = uniform((self.seed, attempt), indices)
     return np.argmax(u[:, None] * ends[:, -1:] < ends, axis=1)

@@ -114,7 +114,7 @@ class _GroupedProduct:
 
 
 def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array, experts: DeviceExperts) -> jax.Array:
-  """Returns [N, D], the weighted sums of the outputs of experts for each token.
+  """Returns [N, D]: for each token, the weighted sum of the outputs of its experts.
 
   All experts have the same number of slots in the plan; `weights_M` are the weights of the slots.
   """
@@ -134,7 +134,7 @@ def run_with_capacity(x_ND: jax.Array, plan: DispatchPlan, weights_M: jax.Array,
 def dropless(
   x_ND: jax.Array, routed: TokenChoice, experts: DeviceExperts, bound: int
 ) -> tuple[jax.Array, DispatchPlan]:
-  """Returns [N, D], the weighted sums of the outputs of experts for each token, and the plan of this device's slots.
+  """Returns for each token the weighted sum of the outputs of its experts, [N, D]; and the plan of this device's slots.
 
   At most `bound` rows are exchanged with each device along the axes of experts.
   """

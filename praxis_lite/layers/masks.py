@@ -120,8 +120,9 @@ class AttentionMask(abc.ABC):
     """Returns bool that broadcasts to [B, T, S], True where a query attends to a key; None if all do.
 
     Args:
-      query_T, key_S: indices in the row, in the same order as the arrays of this mask; or indices of each row, [B, T]
-        and [B, S]. In decoding they are positions in the sequence. Results for negative indices are not used.
+      query_T, key_S: indices of queries and keys in a row, in the order of the arrays of this mask; or [B, T] and
+        [B, S], if each row has its own. In decoding they are positions in the sequence. Results for negative indices
+        are not used.
     """
 
   def some_allowed(self, at: BlockRanges) -> Known:

@@ -68,8 +68,9 @@ class QuantizedWeights(LayerPatterns):
     mask_update_interval, target_step: see `num_shots`; steps are counted from 0.
     mask_stays: with `trained`, whether weights that are not kept get no gradient, so that zeros stay zeros. If False,
       they get the gradient of the zero in their place, and may be kept later.
-    input_scale: whether each input of a weight has a scale: its weights are multiplied by it before rounding, and the
-      layer divides by it. `praxis-lite quantize --method=awq` and `--method=smooth` choose these scales.
+    input_scale: whether each input of a weight has a scale. The weights of the input are multiplied by the scale before
+      rounding, and the layer divides the input by it. `praxis-lite quantize --method=awq` and `--method=smooth` choose
+      these scales.
     input_range: whether inputs in int8 (`matmul='int8'`) have a fixed range, which `praxis-lite quantize
       --input_percentile` finds; otherwise each row has the range of its current values.
     trained: whether the weights themselves are stored and trained, and only rounded where they are used (quantization-

@@ -103,7 +103,7 @@ class Throughput:
   def rates(self, step: int) -> Rates | None:
     """Returns the speeds of the steps up to `step` since the last call or restart.
 
-    Returns None at the first call, unless there was a restart before it, or if no step was taken.
+    Returns None if no step was taken since then, and at the first call if there was no restart before it.
     """
     now = self._clock()
     before, self._mark = self._mark, (step, now)

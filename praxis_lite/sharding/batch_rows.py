@@ -85,7 +85,7 @@ def batch_rows(
   owners = _owners(mesh, (*axes, *shared)).reshape(math.prod(mesh.shape[axis] for axis in axes), -1)
   apart = bool((owners != owners[:, :1]).any())
   if apart:
-    # Axes of the length come first, so that the longest dimension is split as inside the step. Unused axes come last.
+    # Axes that split the length come first, so that it is split as inside the step. Unused axes come last.
     axes = tuple(sorted((*shared, *axes), key=lambda axis: axis not in inner))
     owners = _owners(mesh, axes).reshape(-1, 1)
   entering = padded_rows(size, mesh.size) if apart else computed

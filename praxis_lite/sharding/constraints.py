@@ -38,10 +38,10 @@ def global_mesh_defined() -> bool:
 def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | NamedSharding | None) -> jax.Array:
   """Constrains `x` to be split by a spec over the ambient mesh, or by a sharding, which has its own mesh.
 
-  Returns `x` itself for None, and for a spec if there is no mesh or the mesh has one device. The mesh need not
-  divide the dimensions. An UNCONSTRAINED dimension is left to the compiler. Inside `shard_map`, `x` is already one
-  device's part along the mapped (Manual) axes, so the constraint leaves these out. There, a sharding means its spec
-  over the ambient mesh. Outside of jit, an uneven constraint does not split an array.
+  Returns `x` itself in two cases: the second argument is None; or it is a spec, and there is no mesh, or only a mesh of
+  one device. The mesh need not divide the dimensions. An UNCONSTRAINED dimension is left to the compiler. Inside
+  `shard_map`, `x` is already one device's part along the mapped (Manual) axes, so the constraint leaves these out.
+  There, a sharding means its spec over the ambient mesh. Outside of jit, an uneven constraint does not split an array.
 
   Raises:
     ShardingError: the spec names an axis that the mesh does not have, names one twice, or has more entries than `x` has

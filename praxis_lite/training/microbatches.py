@@ -9,8 +9,8 @@ of the microbatches, weighted by w_i:
 If there are several losses, each has its own weights.
 
 The gradients g_i of k microbatches also measure the gradient noise (McCandlish et al., 2018). Let s be the variance of
-the gradient of one row, or more exactly, of a weight of 1, such as a token. Let G be the gradient of infinitely many
-rows. Then, in expectation,
+the gradient of one row or, more exactly, of as many rows or tokens as have a weight of 1. Let G be the gradient of
+infinitely many rows. Then, in expectation,
 
     P = weighted mean of |g_i|^2 = |G|^2 + k s / W         Q = |gradient|^2 = |G|^2 + s / W        W = sum_i w_i
 

@@ -122,8 +122,8 @@ class MoePjitPartitioner(PjitPartitioner):
 
   With `num_expert_partitions`, experts have a separate mesh axis; see `moe_rules.py`.
 
-  If a train state knows its logical axes, as in this package and in T5X's `FlaxOptimTrainState`, the optimizer state
-  that the filter accepts gets the expert axis.
+  The partitioner adds the expert axis to those arrays of optimizer state that the filter accepts, if the train state
+  knows its logical axes. The states of this package and T5X's `FlaxOptimTrainState` know them.
 
   Args:
     num_experts: number of experts; 0 if there are none. Must be None with `num_expert_partitions`.

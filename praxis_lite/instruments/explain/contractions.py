@@ -27,7 +27,7 @@ from praxis_lite.sharding.specs import UNCONSTRAINED, spec_axes
 
 DimAxes = tuple[str, ...]
 
-# Operations whose result is split like the operands with the shape of the result.
+# Operations whose result is split like those of their operands that have the same shape as the result.
 _KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
 
 

@@ -313,8 +313,8 @@ _ADDRESS = re.compile(r'(?<=api_version = 2 : i32, backend_config = ")\d+')
 def flags_of_plan(step: PartitionedStep, topology: Topology) -> XlaFlags:
   """Returns the flags for the plan of a train step.
 
-  With whole logits, as on a single GPU, XLA chooses cuBLAS for the products of the head, because it measures both
-  cuBLAS and Triton; cuBLAS needs the gradient of the logits as an array. Without a GPU, XLA would choose Triton.
+  With whole logits, as on a single GPU, XLA measures cuBLAS and Triton for the products of the head, and chooses
+  cuBLAS, which needs the gradient of the logits as an array. Without a GPU, it cannot measure, and would choose Triton.
   """
   if topology.target.kind != 'gpu' or topology.num_devices > 1:
     return step.flags

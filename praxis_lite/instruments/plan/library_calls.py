@@ -46,7 +46,7 @@ def fused_attention_flops(target: str, config: object, dims_per_head: int) -> fl
 
 
 def named_attention_flops(op_name: str) -> float:
-  """Returns the FLOPs in the name that this package gives to a call of tokamax's attention; 0 for other calls."""
+  """Returns the FLOPs of a call of tokamax's attention, which are part of the call's name; 0 for other calls."""
   found = re.search(rf'jit\(({ATTENTION_KERNEL}\w+)\)', op_name)
   known = kernel_flops(found[1]) if found else None
   return known[0] if known else 0.0

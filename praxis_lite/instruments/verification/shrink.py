@@ -157,7 +157,7 @@ def small_task(
     batch, decoded = _replace_sizes(inputs, chosen), prompts and _replace_sizes(prompts, chosen)
     return SmallTask(config.clone(model=model), batch, decoded, mesh, of_task, placements, changed)
 
-  # If layers repeat a pattern, the last repetition may be incomplete; the small model must then have one like it.
+  # If layers repeat a pattern, the last repetition may be incomplete; then the small model must have the same rest.
   layers_of_all = _kinds_of_layers(as_they_are)
   more = next((k for k in range(_LONGEST_TURN) if _kinds_of_layers(shrunk((), k)) == layers_of_all), 0)
   tried: list[tuple] = [((), more), *(((n,), more) for n in sorted(sizes, reverse=True) if n > _SMALL)]
