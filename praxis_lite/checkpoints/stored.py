@@ -221,7 +221,7 @@ def best_step(job_log_dir: str | os.PathLike[str]) -> int | None:
 
 
 def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> list[StoredCheckpoint]:
-  """Returns the checkpoints of a run in order, including renamed damaged ones, or the one in a folder.
+  """Returns all checkpoints of a run in order, even damaged ones, whose folders were renamed; or the one in a folder.
 
   Args:
     path: a run directory, or the folder of one step in its `checkpoints`.

@@ -29,7 +29,7 @@ class GivenPrompt(NamedTuple):
 
 
 def read_prompts(path: str) -> list[GivenPrompt]:
-  """Returns the prompts in a file; raises UserError if it has none, or if one is not valid, with its line."""
+  """Returns the prompts in a file. Raises UserError if it has none, or, naming the line, if one is not valid."""
   flag = f'--prompts={path}'
   try:
     lines = read_plain(path).decode().split('\n')

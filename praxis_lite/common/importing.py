@@ -72,7 +72,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> LazyNames:
 
 
 def import_failure(name: str, error: Exception) -> UserError:
-  """Returns the error that says that `name` cannot be imported because `error` was raised, and where."""
+  """Returns the error for a `name` that cannot be imported: it says what `error` was raised, and where."""
   where = _where(error)
   return UserError(f'cannot import {name}: {_describe(error)}{f" ({where})" if where else ""}')
 

@@ -21,7 +21,7 @@ from praxis_lite.inputs.rows import Rows, Struct, pad_rows
 
 
 class BadRecord(NamedTuple):
-  """A record, or a part of a file, that cannot be read, and in one line the reason."""
+  """A record, or a part of a file, that cannot be read. `reason` says in one line why."""
 
   file: str
   place: str  # Such as 'record 16'; '' for the whole file.
@@ -86,7 +86,7 @@ class BadRecordError(DataError):
 
 
 def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> tuple[Rows, list[BadRecord]]:
-  """Reads `count` examples one by one; returns their rows, zeros for bad ones, and the list of bad records."""
+  """Reads `count` examples one by one; returns their rows, and a list of bad records, whose rows are zeros."""
   rows = pad_rows(None, count, struct)
   bad = []
   for i in range(count):

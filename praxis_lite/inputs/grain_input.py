@@ -263,7 +263,7 @@ class _Records:
     return self.files[file], f'record {number - self.ends[file]}'
 
   def whole_examples(self, numbers: list[int], struct: Struct) -> tuple[Rows, list[BadRecord]]:
-    """Returns the rows of records with these numbers, zeros for unreadable ones, and the list of unreadable records."""
+    """Returns the rows of the records with these numbers, and a list of unreadable records, whose rows are zeros."""
     try:
       return self.examples(numbers), []
     except BadRecordError:

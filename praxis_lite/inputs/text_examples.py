@@ -65,13 +65,13 @@ class TextExamplesInput(RecordsInput, RandomAccessInput):
   def _encode_all(
     self, names: FieldsT, parsers: Parsers[FieldsT], encode: Callable[[Any], T], what: str = 'examples'
   ) -> list[T]:
-    """Applies `encode` to each example; returns the results, without bad examples.
+    """Applies `encode` to each example; returns the results. Bad examples are left out.
 
     Args:
       names, parsers: see `read_lines`.
       encode: a function of an example in the form that a parser returns or the field holds. A UserError or ValueError
         of the function says what is wrong with the example.
-      what: what the error about missing examples calls them, in the plural.
+      what: a name for the examples, in the plural, for the error if there are none.
     """
     field = self._given if self.path is None else 'path'
     kept = []

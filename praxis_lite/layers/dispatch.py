@@ -58,7 +58,10 @@ def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> Dis
 
 
 def sorted_plan(experts_NK: jax.Array, num_experts: int) -> tuple[DispatchPlan, jax.Array]:
-  """Returns the plan of N K slots sorted by expert, empty ones at the end, and the number of slots per expert, [E]."""
+  """Returns a plan, and the number of slots of each expert, [E].
+
+  The plan has N K slots, which are sorted by expert, with empty slots at the end.
+  """
   by_expert = _sort_by_expert(experts_NK, num_experts)
   num_slots = experts_NK.size
   plan = _plan(by_expert.rank, by_expert.experts < num_experts, num_slots, *experts_NK.shape)

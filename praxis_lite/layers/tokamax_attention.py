@@ -61,7 +61,7 @@ def why_no_attention_kernel(dims_per_head: int, *, soft_cap: bool, window: bool)
 
 
 def kernel_flops(name: str) -> tuple[float, int] | None:
-  """Returns the FLOPs of a call and the number of calls, given a name from `_jit_with_flops`; None for other names."""
+  """Reads a name from `_jit_with_flops`: returns the FLOPs of a call, and the number of calls; None for other names."""
   if not name.startswith(ATTENTION_KERNEL):
     return None
   flops, calls = name.removeprefix(ATTENTION_KERNEL).split('_')

@@ -123,7 +123,7 @@ class Grpo(Configurable):
     return PolicyTerms(loss_BT, divergence_BT, is_clipped_BT)
 
   def average(self, loss_BT: jax.Array, tokens: PolicyTokens, max_tokens: int) -> WeightedScalar:
-    """Returns the loss of a batch and its weight, the number of answers or of tokens.
+    """Returns two things: the loss of a batch; and its weight, which is the number of answers or of tokens.
 
     Args:
       loss_BT: float32 losses of tokens.

@@ -25,9 +25,9 @@ def fills_texts(model: TrainedModel) -> bool:
 
 
 def fill_file(model: TrainedModel, file: str, batch_size: int) -> Iterator[dict[str, Any]]:
-  """Yields for each line of a text file `text`, which is the line with its masks filled in, and `tokens`.
+  """Yields a dict for each line of a text file that is not empty: `text`, the line with its masks filled in; `tokens`.
 
-  `tokens` lists for each mask in a line the most probable tokens with their probabilities.
+  For each mask in the line, `tokens` lists the most probable tokens with their probabilities.
 
   Args:
     model: a model from `SavedRun.load`; a dataset of its run must be a `MaskedTextInput`, which has the tokenizer.

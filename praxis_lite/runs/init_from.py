@@ -123,7 +123,7 @@ class WarmStart:
     return Base(Path(self._where), self._seal, unchanged)
 
   def _shape_to_read(self, name: str, padded: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape in which to read a variable: the state's shape, or the checkpoint's for a table to resample."""
+    """Returns the shape in which to read a variable: as in the state; a table to resample, as in the checkpoint."""
     origin = self._origins[name]
     if origin.grid is None:
       return padded

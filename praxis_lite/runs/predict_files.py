@@ -94,7 +94,7 @@ def _predict_batches(model: TrainedModel, files: Sequence[str], what: str, batch
 def _batches_of_files(
   model: TrainedModel, files: Sequence[str], what: str, batch_size: int, structs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], Sequence[str]]]:
-  """Yields (name of the files for messages, batch, files of the rows); the last is () unless the files are images.
+  """Yields batches: (name of the files for messages, batch, the file of each row); the last is () except for images.
 
   Successive images share batches.
   """

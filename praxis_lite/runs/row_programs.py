@@ -244,7 +244,7 @@ class RowPrograms:
     return self._make_program(extend, (1,), self._whole)
 
   def _map_rows(self, change: Callable[..., jax.Array], state: _State, *others: _State) -> _State:
-    """Replaces each array that has rows by `change(array, dimension of rows, *the same array of each of others)`."""
+    """Replaces each array that has rows by `change(array, dimension of its rows, *same array in each of others)`."""
 
     def change_rows(axis: int, x: jax.Array, *others: jax.Array) -> jax.Array:
       return x if axis == NO_ROWS else change(x, axis, *others)

@@ -219,7 +219,7 @@ def target(config: Config[T]) -> Callable[..., T]:
 
 
 def map_nested(fn: Callable[[Config], object], value: object) -> object:
-  """Returns `value` with `fn` applied to each config in it, also in lists, tuples and dicts, but not inside configs."""
+  """Returns `value` with `fn` applied to its outermost configs, which may be in lists, tuples and dicts."""
   if isinstance(value, Config):
     return fn(value)
   if isinstance(value, (list, tuple)) and not hasattr(value, '_fields'):

@@ -1,8 +1,8 @@
 """cheapest: finds the chips, their number and the settings with which a run costs little money and time.
 
     offers       each kind of chip at its price, in several numbers of chips
-    estimates    two settings on each offer, by formulas: the experiment's own and the best on a smaller offer, with a
-                 mesh that fits; then a search on each of the most promising offers
+    estimates    by formulas, two settings on each offer: the experiment's own, and the best setting of a smaller offer
+                 with its mesh adapted; then a search on each of the most promising offers
     compiled     the most promising offers, one after the other; each corrects the estimates of its kind of chip
 
 The batch size stays the same, because changing it would change the trained model. So a batch of few rows limits the
@@ -148,7 +148,7 @@ class CheapestRun:
 
   @functools.cached_property
   def best(self) -> Option | None:
-    """The option to take, or, if none reaches the goal, the one nearest to it; None if no setting fits on any offer."""
+    """The option to take; if none reaches the goal, the one nearest to it. None if no setting fits on any offer."""
     return next(iter(order_options(self.options, self.goal)), None)
 
   @property
@@ -168,7 +168,7 @@ def excess(option: Option, goal: Goal, *, at_most: bool = False) -> float:
 
 
 def frontier_of(options: Sequence[Option]) -> list[Option]:
-  """Returns the options that no other of them beats, in the same order."""
+  """Returns those of the options that none of the others beats, in the same order."""
   return [option for option in options if not any(option.is_beaten_by(other) for other in options)]
 
 
@@ -295,7 +295,7 @@ class _Search:
       raise first_error
 
   def _estimate_first(self, offer: Offer, before: tuple[str, ...]) -> None:
-    """Estimates the experiment's own setting and the best of a smaller offer, and more settings if neither fits."""
+    """Estimates the experiment's own setting and the best one of a smaller offer; if neither fits, more settings."""
     try:
       found = self._estimate(offer, (), 1)
     except UserError:

@@ -324,7 +324,7 @@ def flags_of_plan(step: PartitionedStep, topology: Topology) -> XlaFlags:
 def _key(
   lowered: jax.stages.Lowered, step: PartitionedStep, flags: XlaFlags, topology: Topology, layers: Sequence[str]
 ) -> str:
-  """Returns a cache key: a hash of everything that a compiled program depends on, and of the paths of layers."""
+  """Returns a cache key: a hash of the paths of layers, and of everything that a compiled program depends on."""
   digest = hashlib.sha256()
   versions = [f'{name} {version_of(name)}' for name in _PACKAGES]
   chip = [gpu_target_config(topology.target)] if topology.target.cuda else []

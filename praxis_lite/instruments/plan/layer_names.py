@@ -22,7 +22,7 @@ _PHASES |= {'transpose(': 'backward', 'jvp(': 'forward'}
 
 
 class LayerNames:
-  """Finds the layer, one of `paths`, and the phase of an operation from the name that JAX gave the operation."""
+  """Finds, from the name that JAX gave an operation, the layer of the operation, one of `paths`, and its phase."""
 
   def __init__(self, paths: Iterable[tuple[str, ...]]):
     self.layer = functools.cache(self._layer)
@@ -84,7 +84,10 @@ class HiddenWork:
     return _DRAWS if trips is None and _GAMMA in op_name else trips
 
   def call_flops(self, op_name: str, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the FLOPs that the layer of a custom call declares for operands of these shapes on one device, or 0."""
+    """Returns the FLOPs that a layer declares for its custom call on operands of these shapes; 0 if it declares none.
+
+    The shapes are on one device.
+    """
     path = self._names.layer(op_name)
     flops = self._layers[path].call_flops(target, shapes) if path in self._layers else 0.0
     if flops:

@@ -53,7 +53,7 @@ def _slow_path(
 
 
 def _transposes(instruction: Instruction, computation: Computation, program: CompiledProgram) -> bool:
-  """Whether an instruction writes an array with its dims in another order in memory, also inside a fusion."""
+  """Whether an instruction, or one inside a fusion, changes the order in which the dims of an array are in memory."""
   if instruction.opcode == 'fusion':
     inside = (inner for called in program.called_computations(instruction) for inner in called.instructions)
     return any(inner.opcode == 'transpose' for inner in inside)

@@ -232,7 +232,7 @@ def fitting_meshes(sizes: Mapping[str, int], devices: int) -> list[dict[str, int
 
 
 class TimeFactors(NamedTuple):
-  """The least and the largest known quotient of real and planned time of a step."""
+  """For the time of a step: the least and the largest known quotient of the real time and the planned time."""
 
   least: float
   largest: float

@@ -142,7 +142,7 @@ def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, 
 
 
 def _custom_call_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
-  """Returns the FLOPs of cuBLAS and cuDNN calls on GPUs, of grouped products, and of kernels with a cost estimate."""
+  """Returns the FLOPs of a call of cuBLAS or cuDNN, of a grouped product, or of a kernel with a cost estimate."""
   target = _target(instruction)
   config = _backend_config(instruction)
   if target.startswith('__cublas$'):

@@ -322,7 +322,7 @@ class BeamLoop(Generic[DecodingState]):
     return _Candidates(index_BC // V, ids_BC, log_probs_BC, sums_BC, ranks_BC, is_stop_BC)
 
   def _stop_candidates(self, log_probs_BKV: jax.Array, ranked_BKV: jax.Array, progress: _Progress) -> _Candidates:
-    """Returns all pairs of a beam and a stop token; the sum of a beam that holds no continuation is minus infinity."""
+    """Returns all pairs of a beam and a stop token. A beam without a continuation has a sum of minus infinity."""
     B, K, _ = log_probs_BKV.shape
     stops_N = jnp.array(self.stop_ids, jnp.int32)
     scores_BK1 = progress.beams.scores[..., None]

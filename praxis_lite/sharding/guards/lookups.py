@@ -77,7 +77,7 @@ def arrays_to_pin(lookup: Instance) -> Iterable[int]:
 
 
 def arrays_of_scatter_to_pin(scatter: Instance) -> Iterable[int]:
-  """Returns the indices of ids and updates if the table is split and a dimension of the updates is whole; otherwise [].
+  """Returns the arrays whose splits must stay: ids and updates if the table is split, but a dim of the updates is not.
 
   XLA may split the updates over an unused axis. If they do not divide evenly, it writes padding to row 0. Example: on a
   mesh 2 x 2, the gradient of `lax.top_k(jnp.abs(x), 3)` with 3 entries over 'a'. Test:
