@@ -141,7 +141,9 @@ class Checkpointer:
     checkpoints that were complete stay. A save that fails while it is written fails in all processes.
 
     Args:
-      step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
+      step: the step of the state.
+      state: the state, with padding, on the mesh.
+      true_shapes: the shapes and dtypes of the state without padding.
       input_state: `get_state()` of the training input after the batch of this step.
       progress: everything else that is needed to resume the run, as JSON values.
 

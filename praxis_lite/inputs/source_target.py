@@ -59,7 +59,8 @@ def write_pair(
     batch, row: the batch, in the form above, and the number of the row.
     at: the positions in the row where source and target begin.
     segment: number of the pair in the row, from 1.
-    source, target: tokens of the source; and a start token, the tokens of the target, and an end token.
+    source: the tokens of the source.
+    target: a start token, the tokens of the target, and an end token.
   """
   sides = {'source_': slice(at[0], at[0] + len(source)), '': slice(at[1], at[1] + len(target) - 1)}
   for side, places in sides.items():

@@ -108,8 +108,8 @@ class SavedRun:
     Args:
       mesh: a mesh with the task's axes, or its size along each of these axes; None uses one device.
       step: the step of the checkpoint, or 'best'; None uses the newest.
-      ema: whether to use the moving averages of the variables; None uses `task.evaluate.use_ema`, if the learner keeps
-        averages.
+      ema: whether to use the moving averages of the variables. None means `task.evaluate.use_ema`, or False if the
+        learner keeps no averages or `power_average` is given.
       power_average: the relative width of an average of the weights, computed from the averages that the learner's
         `power_averages` has stored in this and earlier checkpoints; None uses no such average.
       seed: the seed for models that draw random numbers in predictions or evaluations.

@@ -116,7 +116,8 @@ def small_task(
   """Returns a small version of a task that computes in float32.
 
   Args:
-    config, inputs, prompts: config of the task, and shapes and dtypes of global batches to train on and to decode.
+    config: config of the task.
+    inputs, prompts: shapes and dtypes of a global batch to train on, and of one to decode.
     most_devices: see `small_mesh`.
     real_sizes: keeps the sizes of the model and its inputs, and reduces only the mesh.
 
