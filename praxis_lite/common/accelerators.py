@@ -156,8 +156,8 @@ def _tpu(row: str) -> Accelerator:
 # through the host: 32 GB/s for generation 4, 64 for generation 5.
 #
 # Second line: streaming multiprocessors, clock in GHz, MiB of the L2 cache, and the name of the device, all of which
-# XLA's compiler needs; the system from which the figures of the network are ('-' if they are assumed); and the source
-# of all other figures.
+# XLA's compiler needs; the system whose network the figures have ('-' if the network is assumed); and the source of the
+# other figures.
 _BY_XLA = '; memory and bandwidth: specs of XLA for its compiler'
 _GPU_FIGURES = f"""
                bf16     f32   int8  float8  memory  bandwidth  links  network  domain  host  capability  device kind

@@ -36,7 +36,7 @@ class Compensation(NamedTuple):
 
 
 def compensation(gram_II: np.ndarray) -> Compensation:
-  """Returns the `Compensation` for the matrix G, [I, I], which is computed in float64."""
+  """Computes in float64, and returns, the `Compensation` for the matrix G, [I, I]."""
   gram = np.array(gram_II, np.float64)
   diagonal = np.diag(gram).copy()
   is_used = diagonal > 0

@@ -25,9 +25,10 @@ def fills_texts(model: TrainedModel) -> bool:
 
 
 def fill_file(model: TrainedModel, file: str, batch_size: int) -> Iterator[dict[str, Any]]:
-  """Yields a dict for each line of a text file that is not empty: `text`, the line with its masks filled in; `tokens`.
+  """Yields a dict with `text` and `tokens` for each line of a text file; blank lines are left out.
 
-  For each mask in the line, `tokens` lists the most probable tokens with their probabilities.
+  `text` is the line with its masks filled in. `tokens` lists, for each mask in the line, the most probable tokens with
+  their probabilities.
 
   Args:
     model: a model from `SavedRun.load`; a dataset of its run must be a `MaskedTextInput`, which has the tokenizer.

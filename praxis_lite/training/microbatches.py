@@ -186,7 +186,7 @@ def _noise(of_parts: jax.Array, of_whole: jax.Array, weights: jax.Array) -> Weig
 
 
 def _reduce_microbatches(stacked: Summary, last: jax.Array) -> Summary:
-  """Returns the summary of a whole batch: combines parts of a statistic; otherwise takes the value of part `last`."""
+  """Returns the summary of a whole batch: combines parts of a statistic; takes other values from microbatch `last`."""
   if (kind := part_kind(stacked)) is not None:
     return Summary(kind.combine(stacked.value), stacked.kind)
   return Summary(jax.lax.dynamic_index_in_dim(stacked.value, last, keepdims=False), stacked.kind)

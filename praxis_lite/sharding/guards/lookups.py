@@ -53,9 +53,9 @@ def guard_lookup(lookup: Instance) -> tuple[ArraySplit, ...] | None:
 def are_few(num_ids: int, num_rows: int) -> bool:
   """Whether ids are so few that XLA might look them up in each part of a table, and add up the results.
 
-  `num_rows` is the number of rows of the table. The fault was seen with as many ids as 7/8 of this number, and with
-  more ids if the axis that splits the rows is longer; see section 28 of docs/xla-partitioner-faults.md. The factor of 2
-  leaves room for what was not tried.
+  The table has `num_rows` rows. This was seen for up to 7/8 as many ids. The largest number of ids for which it happens
+  grows with the axis that splits the rows; see section 28 of docs/xla-partitioner-faults.md. The factor of 2 leaves
+  room for what was not tried.
   """
   return num_ids <= 2 * num_rows
 
