@@ -103,17 +103,17 @@ def rotate_devices(mesh: Mesh) -> Mesh:
 
 
 def _move(arrays: Any, shardings: Any) -> Any:
-  """Returns copies of arrays, with other shardings.
+  """Returns copies of arrays with other shardings, whose meshes have the same devices of each process in another order.
 
-  Each process must hold the same parts of each array before and after, so that each part goes from one device of a
-  process to another.
+  What a device holds goes to the device at its place in the other mesh; so each replica stays one of its own.
   """
 
   def move(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    parts, moved = {str(shard.index): shard.data for shard in x.addressable_shards}, []
-    for device, index in sharding.addressable_devices_indices_map(x.shape).items():
-      place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-      moved.append(jax.device_put(parts[str(index)], place, may_alias=False))  # Steps donate their state.
+    before: Any = x.sharding
+    target, moved = dict(zip(before.mesh.devices.flat, sharding.mesh.devices.flat)), []
+    for shard in x.addressable_shards:
+      place = SingleDeviceSharding(target[shard.device], memory_kind=sharding.memory_kind)
+      moved.append(jax.device_put(shard.data, place, may_alias=False))  # Steps donate their state.
     return jax.make_array_from_single_device_arrays(x.shape, sharding, moved)
 
   return jax.tree.map(move, arrays, shardings)
