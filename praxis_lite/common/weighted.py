@@ -56,7 +56,7 @@ def mean_of_means(means: jax.Array, weights: jax.Array) -> WeightedScalar:
 def mean_over_devices(metrics: Mapping[str, WeightedScalar], axes: Sequence[str]) -> WeightedScalars:
   """Inside `shard_map`: returns each pair combined over the devices along `axes`, by one all-reduce.
 
-  Means may be arrays. The weights of an array have its shape, or the first dimensions of its shape.
+  A mean may be an array. Its weight then has the same shape, or that of the mean's first dimensions.
   """
   if not axes:
     return dict(metrics)

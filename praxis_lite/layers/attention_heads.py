@@ -213,7 +213,7 @@ class AttentionHeads(Layer):
     remark: str = '',
     tagged: bool = False,
   ) -> jax.Array:
-    """Returns [B, T, D] for the results of attention and their gate.
+    """Returns the output of the layer, [B, T, D], given the results of attention and the gate that multiplies them.
 
     `remark` says how the results were computed, and `tagged` whether they already have the tag 'context'.
     """

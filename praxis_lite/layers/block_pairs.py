@@ -68,13 +68,16 @@ def needed_pairs(
 
 
 def count_pairs(mask: AttentionMask, query_at: Array, key_at: Array) -> int:
-  """Returns the number of pairs of blocks that the indices of queries, [I, Q], and keys, [J, S], do not make empty."""
+  """Returns the number of pairs of blocks, except those that are empty because of indices.
+
+  `query_at`, [I, Q], and `key_at`, [J, S], are the indices of queries and keys.
+  """
   needed, _ = _select_pairs(mask, _block_ranges(query_at, key_at, all_rows=True))
   return int(np.sum(needed))
 
 
 def _select_pairs(mask: AttentionMask, at: BlockRanges) -> tuple[Array, Known]:
-  """Returns [I, J] bool, which is False for pairs that are empty because of indices, and `mask.some_allowed(at)`."""
+  """Returns a pair: [I, J] bool, False for blocks that are empty because of indices; and `mask.some_allowed(at)`."""
   exists, allowed = (at.query_high >= 0) & (at.key_high >= 0), mask.some_allowed(at)
   return exists if allowed.by_index is None else exists & allowed.by_index, allowed
 

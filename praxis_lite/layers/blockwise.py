@@ -87,8 +87,8 @@ class RowSplit:
   def _map(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
     """Returns `fn` in a `shard_map` over the mesh axes that no enclosing `shard_map` has.
 
-    In the stages of a pipeline, which are mapped by `vmap`, `stage_axes` also split the stages, and each device runs
-    its own in turn.
+    If `vmap` maps the result over the stages of a pipeline, `stage_axes` split the stages, and each device runs its own
+    stages one after the other.
     """
     axes = {*jax.sharding.get_abstract_mesh().axis_names} - manual_axes()
     shard = functools.partial(jax.shard_map, axis_names=axes, check_vma=False)

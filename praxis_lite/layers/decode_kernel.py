@@ -1,4 +1,4 @@
-"""Attention of one or a few tokens to the slots of a cache on TPUs, by a kernel that reads the pages with tokens once.
+"""Attention of one or a few tokens to the slots of a cache on TPUs, by a kernel that reads each page at most once.
 
 The kernel reads the cache in place. The cache may be part of a stack of layers; its slots may be in any order and have
 gaps; entries may be int8 with scales; and keys may also be the values. (JAX's kernels for pages refuse such caches, or
@@ -72,8 +72,8 @@ def attend_by_kernel(
 
   Args:
     query_BTNH: queries; head n uses kv head n // (N / K).
-    cache: a cache in bfloat16, float32, int8 or 8-bit floats; or the stacked caches of layers, whose `turn` selects
-      one. Its positions are not used.
+    cache: a cache in bfloat16, float32, int8 or 8-bit floats; or a stack of the caches of several layers, in which the
+      field `turn` selects one layer. The positions in the cache are not used.
     seen_BTS: bool, the slots that each token attends to. A token without any has the result 0.
     formula: scale and soft cap.
     bias: added to the logits, [B or 1, N, T, S]; None adds nothing.
@@ -136,7 +136,7 @@ def _attend(formula: Formula, arrays: _Arrays) -> jax.Array:
     return pl.BlockSpec((None, C, Q, dims), lambda b, c, i, *_: (b, c, 0, 0))
 
   def page_spec(lead: Callable[[Any, Any, Any], tuple[Any, ...]], *dims: int | None) -> pl.BlockSpec:
-    """Returns the spec of one page of an array: `dims` are block sizes, -1 for the slots, None for a single index.
+    """Returns the spec of one page of an array. Each of `dims` is a block size, -1 for slots, or None for one index.
 
     `lead(layer, b, c)` returns the block indices of the first dimensions. The dimension of slots has the index of the
     page, and all other dimensions have the index 0.
@@ -217,7 +217,7 @@ def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:
 
 
 def _has_slots_last(dims: int) -> bool:
-  """Whether TPUs store a cache of vectors with this many dims with the slots as the last dimension."""
+  """Whether TPUs store a cache of vectors with so many dims in a layout whose last dimension is the slots."""
   return dims % LANES != 0
 
 

@@ -187,7 +187,7 @@ def _convolve(u_BTNH: jax.Array, kernel_TNHK: jax.Array) -> jax.Array:
 
 
 def _draw_rates(shape: tuple[int, int], step_range: tuple[float, float], key: jax.Array) -> Mapping[Path, jax.Array]:
-  """Returns decays of 1 / 2, frequencies 0, pi, 2 pi, ... (S4D-Lin), and steps whose logarithms are uniform."""
+  """Returns initial values: each decay is 1 / 2, frequencies are 0, pi, 2 pi, ... (S4D-Lin), log steps are uniform."""
   low, high = np.log(step_range)
   return {
     ('log_decay',): jnp.full(shape, np.log(0.5)),

@@ -50,7 +50,7 @@ Chosen = Literal['dense', 'blockwise', Kernel]
 # 'xla' is an older name of 'dense', which recorded configs may have.
 IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'tokamax', 'splash', 'xla')
 _MANY_LOGITS, _MANY_LOGITS_ON_CPU = 2048 * 2048, 1024 * 1024
-# 'auto' chooses a fused kernel only if there are at least this many queries, and as many keys.
+# 'auto' chooses a fused kernel only if there are at least this many queries and at least this many keys.
 _FUSED_FROM = 256
 # If a kernel for GPUs needs the mask as an array, 'auto' chooses it only for at most this number of logits.
 _MOST_MASKED = 8192 * 8192
@@ -96,10 +96,10 @@ class AttentionCase(NamedTuple):
     mesh_obstacle: str = '',
     **others: bool,
   ) -> AttentionCase:
-    """Returns the case of a mask, on this platform and in the ambient mesh; `others` are further attributes.
+    """Returns the case of a call with this mask, on this platform and in the ambient mesh.
 
     `lengths` are T and S. `array_bias` says whether there is a bias as an array. For `mesh_obstacle`, see
-    `AttentionMesh.kernel_split`.
+    `AttentionMesh.kernel_split`. `others` are further attributes of the case.
     """
     offsets, more = split_offsets(mask)
     return cls(
@@ -428,6 +428,6 @@ def _softmax_with_sinks(logits_BKGTS: jax.Array, sinks_N: jax.Array | None) -> j
 
 
 def group_heads(x_BNTS: Array, num_kv_heads: int) -> Array:
-  """Returns [B, K, G, T, S] for [B, N, T, S], or [B, 1, 1, T, S], which broadcasts, for a single head."""
+  """Returns [B, K, G, T, S] for [B, N, T, S]. For a single head, returns [B, 1, 1, T, S], which broadcasts."""
   B, N, T, S = x_BNTS.shape
   return x_BNTS.reshape(B, *((num_kv_heads, N // num_kv_heads) if N > 1 else (1, 1)), T, S)

@@ -69,7 +69,7 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
 def sqrt_depth(layer: Layer) -> float:
   """Returns sqrt(D). If there is a smaller model, D is that of the smaller model.
 
-  Otherwise the embeddings would grow with the width of the model.
+  With the D of the model itself, the embeddings would grow with its width.
   """
   dims: int = layer.input_dims  # type: ignore[attr-defined]
   return (dims / layer.growth_of('input_dims')) ** 0.5
@@ -94,7 +94,7 @@ def embed(layer: Layer, ids: jax.Array, field: str, style: str, scale: float | N
   if exchange is None or not exchange.is_less:
     table_VD = layer.shard(layer.theta.w, wt.pick(0, None), '' if exchange is None else f'gathered {exchange.remark}')
     return layer.shard(scale_vectors(lookup_rows(table_VD, ids, style)), field)
-  # This table is not communicated, so it may be in float32, and so the gradients of all ids are summed in float32.
+  # This table is not communicated. So it may be in float32, and then the gradients of all ids are summed in float32.
   table_VD = layer.shard(to_sum_dtype(layer._read_weight('w', None)), wt)
   # Without this constraint, XLA might gather the arrays from which the ids are computed.
   own_ids = with_sharding_constraint(ids, exchange.of_own_ids)
@@ -126,7 +126,7 @@ class LookupExchange(NamedTuple):
 def _lookup_exchange(layer: Layer, ids: jax.Array, field: str) -> LookupExchange | None:
   """Returns how devices exchange vectors; None if they do not.
 
-  They do so only if the mesh axes that split D are the last ones of those that split some dimension of the ids.
+  They do so only if one dimension of the ids is split over mesh axes that end with the axes that split D.
   """
   out, wt = getattr(layer.activation_split_dims_mapping, field), layer.weight_split_dims_mapping.wt
   vectors = layer._resolve(out, f'{layer.path_name}.activation_split_dims_mapping.{field}', rank=ids.ndim + 1)
@@ -154,7 +154,7 @@ def _lookup_exchange(layer: Layer, ids: jax.Array, field: str) -> LookupExchange
   remark = f'over {"+".join(axes)}, {both}{"" if is_even else "; the vectors are not split evenly"}'
   of_ids[dim] = of_ids[dim][: -len(axes)]
   if of_classes and any(of_ids) and are_few(ids.size, V):
-    return None  # If ids are so few, a guard copies all of them to each device; see `guard_lookup`.
+    return None  # With so few ids, a guard copies all of them to each device; see `guard_lookup`.
   entries = [axes_to_entry(own) for own in of_ids]
   of_vectors = PartitionSpec(*entries, axes_to_entry(axes))
   is_less, rows = is_even and exchanged < gathered, PartitionSpec(*vectors.spec[:-1])

@@ -51,7 +51,7 @@ class GroupedMixer(Mixer):
     conv_tpl: template of the children `value_conv`, `key_conv` and `query_conv`.
     out_tpl: template of the child `out`.
     weight_split_dims_mapping: `wt`, [D, N, H]; the convolutions, the output and the variables [N] are split along the
-      same dimensions. `groups`, [D, G, S], of the projections to keys and queries.
+      same dimensions. `groups`, [D, G, S], splits the projections to keys and queries, which have S dims each.
     activation_split_dims_mapping: `blnh`, [B, T, N, H]; `out`, [B, T, D].
   """
 
@@ -123,7 +123,7 @@ class GroupedMixer(Mixer):
     self.create_variable(name, weight)
 
   def _check_steps(self, field: str, low: float, high: float, are_right: bool) -> None:
-    """Raises a `ConfigError` about `field`, whose value is (low, high), unless `are_right`."""
+    """Raises a `ConfigError` about the range (low, high) in `field` if `are_right` is False."""
     if not are_right:
       raise ConfigError(
         f'{self.path_name}.{field}: expected two numbers, the least and the largest step, got {(low, high)}'
@@ -132,7 +132,10 @@ class GroupedMixer(Mixer):
   def _read(
     self, x_BTD: jax.Array, segment_ids: jax.Array | None, pos_BT: jax.Array | None
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns values, [B, T, N, H], keys and queries, [B, T, G, S]; with `pos_BT`, of the next tokens in decoding."""
+    """Returns values, [B, T, N, H], and keys and queries, both [B, T, G, S].
+
+    With `pos_BT`, `x_BTD` holds the next tokens in decoding.
+    """
 
     def read(proj: Projection, conv: CausalConv) -> jax.Array:
       x = proj(x_BTD)

@@ -40,7 +40,7 @@ class RowProduct(Protocol):
 
 
 class Int8Rows(NamedTuple):
-  """An array in int8, and the scales of its rows, which have size 1 along dimensions whose entries share a scale."""
+  """An array in int8, and the scales of its rows: an array of size 1 along dimensions whose entries share a scale."""
 
   values: jax.Array
   scale: jax.Array

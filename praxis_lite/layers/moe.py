@@ -16,7 +16,8 @@ the axes that split tokens and weights:
     experts, all-to-all back, combine
 
 The other dims of the weights may be split too. If F is split, each device computes its part of the hidden layer, and
-outputs are summed. If D is split, or any dim over an axis that splits tokens, weights are gathered before their use.
+outputs are summed. Weights are gathered before their use if D is split, or if an axis that splits tokens splits any of
+their dims.
 
 B batch, T length, D model dims, F hidden dims, E experts, K experts per token, C capacity, P parts of the expert axis,
 n slots on one device, of an expert (capacity) or for a device (dropless).

@@ -1,7 +1,7 @@
 """The inputs of a pipeline: arrays with rows of the batch, which are cut into microbatches, and all other inputs.
 
-Rows that fill up the last microbatches are copies of other rows, so they add no values that are not finite. `real`
-says which rows these are, and arguments that mark padding, such as `paddings`, mark them too.
+Rows that only fill up the last microbatches are copies of other rows, so they add no values that are not finite. `real`
+is False for these copies, and arguments that mark padding, such as `paddings`, mark them too.
 
 B batch, M microbatches, mb rows in each.
 """

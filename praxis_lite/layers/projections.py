@@ -93,7 +93,10 @@ class PerDimScale(Layer):
 def split_projection(
   projection: Config[Projection], wt: DeclaredSplit | None, dims: tuple[int | None, ...], rank_in: int
 ) -> Config[Projection]:
-  """Gives a projection's weight the entries `dims` of `wt`, the mapping of [D, N, H]; see `DeclaredSplit.pick`."""
+  """Splits a projection's weight and bias by the entries `dims` of `wt`, a mapping of [D, N, H].
+
+  See `DeclaredSplit.pick`.
+  """
   if wt is not None:
     split = wt.pick(*dims)
     projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])

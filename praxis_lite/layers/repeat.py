@@ -67,7 +67,7 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
 def kinds_of_stack(stack: Any) -> tuple[Config, ...]:
   """Returns the configs of a stack's first layers and of its pattern; a stack among these is replaced by its layers.
 
-  A stack is a `Repeat`, or another layer or config with such fields.
+  A stack is a `Repeat`, or another layer or config that has the fields `layers_tpl` and perhaps `first_tpl`.
   """
   kinds = (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
   of_each = (kinds_of_stack(kind) if hasattr(kind, 'layers_tpl') else (kind,) for kind in kinds)
@@ -227,7 +227,7 @@ class Repeat(Layer):
     return self.num_layers <= (_MOST_UNROLLED if fits_twice else _MOST_DECODED_UNROLLED)
 
   def unstack_for_decoding(self, variables: NestedDict) -> NestedDict:
-    """Returns the layer's variables; if decoding uses no loop, unstacked into an entry for each repetition, by number.
+    """Returns the layer's variables; without a loop in decoding, a stack becomes a dict with an entry per repetition.
 
     Decoding accepts both unstacked variables and stacks. A loop of decoding calls should use unstacked ones: XLA does
     not move slices of stacks out of the loop, so slicing would copy all weights in each iteration.

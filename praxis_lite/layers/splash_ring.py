@@ -113,7 +113,10 @@ class _Results(NamedTuple):
 
 
 class _Keys(NamedTuple):
-  """Keys and values of a device, [2, B, K, S of all runs, H], and their ids; None if the mask needs no ids."""
+  """The keys and values of a device, [2, B, K, R S, H], where R is the number of its runs; and the ids of the keys.
+
+  The ids are None if the mask needs none.
+  """
 
   kv: jax.Array
   ids_BS: jax.Array | None

@@ -38,7 +38,7 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
 
 
 def remove_adapters(model: Config[ModelT]) -> Config[ModelT]:
-  """Returns a model's config without adapters or quantization, for the variables that `merge_adapters` returns."""
+  """Returns a model's config without adapters or quantization, which fits the variables from `merge_adapters`."""
   return model.clone(adapters=(), quantized=())
 
 

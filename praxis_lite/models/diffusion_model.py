@@ -127,10 +127,9 @@ class DiffusionModel(BaseModel[DiffusionOutput]):
     """Returns `image`, [B, H, W, C], a generated image for each row.
 
     Args:
-      batch: a dict of arrays. A model with classes needs `label`, [B] int32, the class of each image, where
-        `num_classes` stands for any class; a model without classes needs `seed`, [B] int32. Different seeds give
-        different images; with classes, the default seeds are 0, 1, 2, ..., and `guidance`, [B], may override the field
-        of this name.
+      batch: a dict of arrays. A model with classes needs `label`, [B] int32: the class of each image, or `num_classes`
+        for an image of any class. It also takes `guidance`, [B], which overrides the field of this name, and `seed`,
+        by default 0, 1, 2, ... A model without classes needs `seed`, [B] int32. Different seeds give different images.
     """
     needed, optional = ('label', ', and perhaps seed and guidance') if self.network.num_classes else ('seed', '')
     if needed not in batch:

@@ -27,7 +27,13 @@ from praxis_lite.models.speech_model import check_sample_rate, prompts_error
 
 
 class _Suppression(NamedTuple):
-  """Tokens that are never written, [V] bool, or never first, [V] bool, and the position of the last prefix token."""
+  """Which tokens are not written at which positions.
+
+  Attributes:
+    always: [V] bool, True for tokens that are never written.
+    first: [V] bool, True for tokens that are never the first one after the prefix.
+    given: the position of the last prefix token.
+  """
 
   always: jax.Array
   first: jax.Array

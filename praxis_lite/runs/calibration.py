@@ -138,7 +138,7 @@ class CalibratedWeight:
 def calibrate_weights(
   model: TrainedModel, quantized: BaseModel, calibration: Calibration
 ) -> dict[Path, CalibratedWeight]:
-  """Returns the weights in few bits that had inputs in the data, by path.
+  """Returns, by path, the weights in few bits whose layers got inputs from the data, with statistics of these inputs.
 
   Args:
     model: the model with plain weights, on its mesh.

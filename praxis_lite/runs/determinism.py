@@ -85,7 +85,7 @@ def step_twice(
 def rotate_devices(mesh: Mesh) -> Mesh:
   """Returns the mesh with each device replaced by the next one of its process, so that each does another's work.
 
-  If a process has only one device in the mesh, its next device outside of the mesh takes the place.
+  If the mesh has only one device of a process, that device is replaced by one of the process's other devices.
 
   Raises:
     UserError: a process has only one device.

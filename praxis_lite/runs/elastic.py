@@ -21,8 +21,8 @@ def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleT
   """Returns the config of a task with a mesh for `num_devices`, and a line about what changed ('' if nothing did).
 
   Raises:
-    ConfigError: there are too few devices even if the axes that may shrink get size 1, or there are too few devices and
-      `dcn_mesh_shape` is set.
+    ConfigError: there are too few devices for the mesh, and `dcn_mesh_shape` is set; or there are too few even for a
+      mesh in which the axes that may shrink have size 1.
   """
   sizes = task.instantiate().mesh_sizes(num_devices)
   if (needed := math.prod(sizes.values())) <= num_devices:

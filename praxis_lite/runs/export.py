@@ -243,8 +243,8 @@ def _used_inputs(function: ExportedFunction, variables: Arrays, inputs: Arrays) 
 def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings) -> list[_Program]:
   size = _batch_dim(settings)
   cache_length = _cache_length(model, settings)
-  # When `prefill` is traced, one entry is added: the names of the caches, in the order in which JAX flattens them, and
-  # their tree.
+  # Tracing `prefill` adds one entry, a pair: the names of the caches, in the order in which JAX flattens them; and the
+  # structure of their tree.
   caches: list[tuple[list[str], Any]] = []
 
   def prefill(flat: Arrays, inputs: Arrays) -> Arrays:

@@ -139,7 +139,7 @@ def replay_taps(
 
 
 def _describe_bins(counts: np.ndarray) -> str:
-  """Returns as text, for the bins of a histogram that are not empty, their upper edges and their counts."""
+  """Returns a text with the upper edge and the count of each bin of a histogram that is not empty."""
   edges = np.where(np.arange(counts.size) == counts.size // 2, 0, bin_edges())
   return ', '.join(f'to {edges[i]:.4g}: {counts[i]:.0f}' for i in np.flatnonzero(counts))
 

@@ -65,7 +65,12 @@ def opt_state_specs(
 
 
 class SlotOrigin(NamedTuple):
-  """The parameter that an array of an optimizer's state belongs to, its rank, and the origin of each dimension."""
+  """The parameter that an array of an optimizer's state belongs to.
+
+  Attributes:
+    owner, rank: the path and the rank of the parameter.
+    dims: for each dimension of the array, the dimension of the parameter that it comes from, or None.
+  """
 
   owner: Path
   rank: int
@@ -151,9 +156,9 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 
   `init_fn` is traced for parameters whose dimensions all have different sizes. Returns {} if it fails for such sizes.
   """
-  # Dimension i of size d becomes d * k + i, with k above any rank. This keeps the order of sizes, on which factoring
-  # may depend. Of two equal dimensions, the later one becomes the larger one. Equal sizes of dimension 0, over which
-  # `init_fn` may be mapped, stay equal.
+  # Dimension i of size d becomes d * k + i, where k is larger than any rank. This keeps the order of sizes, on which
+  # factoring may depend. Of two dimensions of equal size, the later one becomes the larger one. If two parameters have
+  # equal sizes of dimension 0, these stay equal, because `init_fn` may be mapped over dimension 0.
   k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)
 
   def distinct(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

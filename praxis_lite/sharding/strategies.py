@@ -113,8 +113,8 @@ def register_rule(name: str, *, for_named: bool = False) -> Callable[[MakerT], M
 
   Args:
     name: its name in strategies.
-    for_named: whether the op acts on logical names. If the mapping of a weight names logical axes, the mapping decides,
-      unless the strategy's ops for it include such an op; then the strategy does.
+    for_named: whether the op acts on logical names. A mapping that names logical axes decides how its weight is split,
+      unless the strategy's ops for the weight include an op that acts on logical names; then the strategy decides.
 
   Raises:
     OpNameError: an op with this name exists.

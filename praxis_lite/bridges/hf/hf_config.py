@@ -130,7 +130,7 @@ class HfConfig:
     return self._rotary(field, given or self._object(field, scaling), 'rope_theta', share)
 
   def local_rotary(self) -> Config[RotaryPositions]:
-    """Returns the rotary positions of layers with a sliding window, in families that have different ones (Gemma 3)."""
+    """Returns the rotary positions of layers with a sliding window, if they differ from those of others (Gemma 3)."""
     return self._rotary('rope_parameters', self._rope_parameters('sliding_attention'), 'rope_local_base_freq')
 
   def _rope_parameters(self, kind: str) -> dict[str, Any]:

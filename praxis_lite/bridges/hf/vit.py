@@ -21,7 +21,7 @@ _CLASSIFIER, _FEATURES = 'ViTForImageClassification', 'ViTModel'
 
 
 class VisionFamily(WholeModelFamily):
-  """A vision transformer with a class token, and a softmax or a pooler. `architecture` names the classifier."""
+  """A vision transformer with a class token: a classifier, which `architecture` names, or a model with a pooler."""
 
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (ClassificationModel, ImageFeatureModel)
   table_path = ''
@@ -100,7 +100,7 @@ def vision_values(network: VisionTransformer) -> Values:
 
 
 def vision_block_pairs(theirs: str, ours: str) -> Iterator[Pair]:
-  """Yields the pairs of a stack's blocks. Both prefixes end with a dot; `theirs` contains '{layer}'."""
+  """Yields the `Pair`s of the variables of a stack's blocks. Both prefixes end with a dot; `theirs` has '{layer}'."""
   yield from block_pairs(theirs, ours, 'attention.attention')
   yield from norm_pairs(f'{theirs}layernorm_before', f'{ours}attention_norm')
   yield from norm_pairs(f'{theirs}layernorm_after', f'{ours}ff_norm')

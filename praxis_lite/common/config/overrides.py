@@ -71,9 +71,9 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
 
 
 def _index_hint(root: object, segments: list[str | int], rest: str) -> str:
-  """Returns what to write in place of a name in brackets that ends a path too early; '' if there is none.
+  """Returns what to write in place of a name in brackets, where the path cannot be read on; '' if `rest` has none.
 
-  For 'datasets[train].batch_size=8', it has the index of the entry whose `name` is 'train', if there is one.
+  For 'datasets[train].batch_size=8', the text has the index of the entry whose `name` is 'train', if there is one.
   """
   word = re.match(r'\[\s*(\w+)\s*\]', rest)
   if word is None or not segments:
@@ -101,7 +101,7 @@ def _suggest_paths(root: object, segments: list[str | int], message: str) -> str
   if close[0] not in by_name and before is None:
     close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
   found = [path for near in close for path in by_name.get(near, ())]
-  # Required fields of templates are not suggested, because parents fill them in; users set the required ones of inputs.
+  # Required fields of templates are not suggested, because parents fill them in; users set required fields of inputs.
   found = [path for path in found if values[path] != repr(REQUIRED) or path.startswith('datasets[')] or found
   if before is not None:  # The message has corrected one name: only suggest paths with that name.
     found = [path for path in found if re.search(rf'(^|\.){re.escape(before[1])}(_tpl)?([.[]|$)', path)]
@@ -120,7 +120,7 @@ _DID_YOU_MEAN = re.compile(r" Did you mean '([^']*)'\?")
 
 
 def set_by_path(root: object, path: str, value: object) -> None:
-  """Sets the field, dict key or index at `path`, as in a text dump of `root`; otherwise like `apply_overrides`.
+  """Sets the field, dict key or index at `path`, as written in a text dump of `root`; else like `apply_overrides`.
 
   If a config is expected, `value` may also be a class or function, or its name.
   """
@@ -323,9 +323,9 @@ def _fit(value: object, slot: _Slot, hint: object) -> Any:
 def _carry_over(old: Config, untouched: Config, new: Config) -> None:
   """Copies edited fields from `old` to `new`, a config of another class; `untouched` is `old` before it was edited.
 
-  An edited field that `new` lacks is dropped. The field may hold a config in both `old` and `new`. If the edit did not
-  replace the class of the config in `old`, only that config's edited fields are copied into the config in `new`,
-  whatever its class. Any other edited field is copied whole.
+  An edited field that `new` lacks is dropped. Any other edited field is copied whole, with one exception: if it holds a
+  config in both `old` and `new`, and the edit did not change the class of the config in `old`, only the edited fields
+  of that config are copied, in the same way, into the config in `new`. The classes of these two configs may differ.
   """
   names = field_names(new)
   for name, value in old.__arguments__.items():

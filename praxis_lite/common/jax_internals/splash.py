@@ -32,7 +32,7 @@ _replacing = threading.RLock()
 class BlockTable(NamedTuple):
   """Which blocks each block meets: int [1, I, W] for queries, or [1, W, J] for keys."""
 
-  met: np.ndarray | jax.Array  # The index of a block that is met; in unused entries, of any block.
+  met: np.ndarray | jax.Array  # Indices of the blocks that it meets; an unused entry may have any index.
   used: np.ndarray | jax.Array  # 1 for used entries, 0 for others.
 
 

@@ -22,8 +22,8 @@ _MAX_THREADS = 256  # XLA starts at most this many threads.
 def provide_threads(num_devices: int | None = None) -> None:
   """Makes XLA start 4 threads for each simulated CPU device. For a single device, XLA chooses the number itself.
 
-  Call it before JAX starts its backends; later, it has no effect. Without `num_devices`, XLA_FLAGS or
-  JAX_NUM_CPU_DEVICES say how many there are.
+  Call it before JAX starts its backends; later, it has no effect. If `num_devices` is None, the number comes from
+  XLA_FLAGS or JAX_NUM_CPU_DEVICES.
   """
   if num_devices is None:
     num_devices = _num_devices_in_environment()

@@ -147,7 +147,7 @@ _OPERATIONS = 64
 
 
 def _time(step: Callable[..., jax.Array], x: jax.Array, *more: jax.Array, seconds: float) -> float:
-  """Returns the seconds of one x = step(i, x, *more), averaged over a program that loops for about `seconds`."""
+  """Returns how many seconds `x = step(i, x, *more)` takes, as the mean over a loop that runs for about `seconds`."""
   loop = jax.jit(lambda n, x, *more: jax.lax.fori_loop(0, n, lambda i, x: step(i, x, *more), x))
 
   def run(times: int) -> float:

@@ -134,9 +134,9 @@ class Declarations:
   def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
     """Returns the suspect, a declaration that is probably wrong about `axes`, and the declarations that it contradicts.
 
-    The suspect is the nearest to `layers` of all outvoted declarations; of equally near ones, it is the one outvoted
-    for most roles and axes. The list begins with the declarations nearest to the suspect. If all declarations agree,
-    returns None and an empty list.
+    The suspect is the outvoted declaration that is nearest to `layers`; if several are equally near, it is the one that
+    is outvoted for the most pairs of a role and an axis. The list begins with the declarations nearest to the suspect.
+    If all declarations agree, returns None and an empty list.
     """
     voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
     for declaration in (*self.weights, *self.activations):
@@ -172,7 +172,7 @@ def may_be_parts(local: tuple[int, ...], shape: tuple[int, ...], mesh: tuple[int
 
 @functools.cache
 def parts_of(size: int, mesh: tuple[int, ...]) -> frozenset[int]:
-  """Returns the sizes that a dimension can have on one device, for any choice of mesh axes, padded or not."""
+  """Returns all sizes that a device's part of a dimension can have, split over any mesh axes, padded or not."""
   products = {1}
   for n in mesh:
     products |= {p * n for p in products}

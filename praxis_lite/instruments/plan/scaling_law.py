@@ -2,8 +2,9 @@
 
     L(N, D) = E + A / N^alpha + B / D^beta    N parameters, D tokens; E is the loss that no size goes below
 
-As in that paper, the fit minimizes the Huber loss of log L. It starts at the best exponents of a grid: given exponents,
-A, B and E solve a non-negative least squares problem. Ranges come from fits to resampled residuals (bootstrap).
+As in that paper, the fit minimizes the Huber loss of log L. It starts at the best exponents of a grid: if alpha and
+beta are given, A, B and E follow from a non-negative least squares problem. Ranges come from fits to resampled
+residuals (bootstrap).
 
 Training takes C = 6 N D operations. For a given C, the loss is least at (section 3.3 of that paper)
 
@@ -126,7 +127,7 @@ class FittedLaw:
   samples: tuple[ScalingLaw, ...] = dataclasses.field(repr=False)
 
   def interval(self, value: Callable[[ScalingLaw], float]) -> tuple[float, float]:
-    """Returns the range that contains a value for 90 % of the samples; its upper end may be infinite."""
+    """Returns the range that contains `value(law)` for 90 % of the samples; its upper end may be infinite."""
     values = sorted(map(value, self.samples))
     low, high = (values[round(share * (len(values) - 1))] for share in _RANGE)
     return low, high

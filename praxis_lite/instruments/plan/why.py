@@ -5,7 +5,7 @@ The answers to four questions give the cause of a collective:
 what moves          an argument of the step, traced through casts, slices and loops (`dataflow.py`), or a computed value
 over which axes     axes of the batch, axes of the layer's weights, or other axes
 in which layer      the layer in the name that JAX gave the operation
-what declares it    the fields of weights and activations of the layer; if they disagree, the odd one (`declared.py`)
+what declares it    the fields of the layer's weights and activations; of fields that disagree, one (`declared.py`)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from praxis_lite.training.flops import flops_by_scope
 # The primitives of collectives that layers call themselves, inside `shard_map`.
 _WRITTEN = {'ppermute', 'all_to_all', 'psum', 'psum_invariant', 'psum_scatter', 'reduce_scatter', 'all_gather'}
 _WRITTEN |= {'pmax', 'pmin', 'all_gather_invariant', 'all_gather_reduced', 'unreduced_psum', 'pbroadcast'}
-_SMALL = 1 << 16  # In bytes; a scalar, or an array of one number for each example, is smaller.
+_SMALL = 1 << 16  # In bytes. A scalar, or an array with one number for each example, is smaller than this.
 _REMATERIALIZED = re.compile(
   r'Involuntary full rematerialization\. The compiler cannot go from sharding \{(?P<before>[^}]*)\} to '
   r'\{(?P<after>[^}]*)\}.*?for HLO operation %?\S+ = (?P<array>\w+\[[\d,]*\]).*?(?:op_name="(?P<name>[^"]*)")?'
@@ -36,7 +36,7 @@ _REMATERIALIZED = re.compile(
 
 
 class Why:
-  """Explains the collectives of a step, which `explain` has traced, from its declarations and the names of layers."""
+  """Explains the collectives of a step from the task's declarations and the names of layers; `step` is its trace."""
 
   def __init__(self, step: TracedStep, names: LayerNames):
     task = step.task
@@ -101,7 +101,7 @@ class Why:
     return self._unsaid(Reason.WEIGHT_MOVED, odd, own, what)
 
   def _summed_weight(self, weights: Sequence[Declaration], c: Communication, layers: tuple[str, ...]) -> Cause:
-    """Returns the cause of an all-reduce of a weight, which XLA uses where it cannot gather uneven parts."""
+    """Returns the cause of an all-reduce that moves a weight: where parts are uneven, XLA gathers them by a sum."""
     own, axes = tuple(dict.fromkeys(w.layer for w in weights)) or layers, _and(c.axes)
     parts = math.prod(self.declared.sizes[axis] for axis in c.axes)
     uneven = sorted({size for w in weights for size, on in zip(w.shape, w.axes) if {*on} & {*c.axes} and size % parts})
@@ -213,7 +213,7 @@ class Why:
     return Cause(reason, layers, fields, remedy, what)
 
   def _unsaid(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """Returns a cause without a contradiction, whose remedy names the fields that could declare more."""
+    """Returns a cause for which no declarations contradict each other. Its remedy names fields that could say more."""
     activations = [d for d in self.declared.activations if any(is_below(d.layer, p) for p in layers)]
     near = [*activations, *self.declared.weights_near(layers)]
     fields = self.declared.fields_of(near, axes) or tuple(dict.fromkeys(d.field for d in near))
@@ -252,7 +252,7 @@ class Why:
     return causes
 
   def _idle_axes(self, layer: str, ratio: float) -> tuple[str, ...]:
-    """Returns the axes along which devices repeat a layer's work: its activations leave them unused."""
+    """Returns the axes along which devices repeat a layer's work: no activation of the layer is split over them."""
     idle: list[str] = []
     for axis, size in sorted(self.declared.sizes.items(), key=lambda item: -item[1]):
       used = any(axis in d.all_axes for d in self.declared.activations if _are_near(d.layer, [layer]))

@@ -20,7 +20,7 @@ _UNSTEADY = 0.03
 
 
 def find_differences(found: StepResults, expected: StepResults, noise: Iterable[StepResults]) -> dict[Name, float]:
-  """Returns the error of each result that differs by more than rounding can explain, the loss first, then by size."""
+  """Returns the error of each result that differs by more than rounding explains: the loss, then the largest first."""
   scales = {name: _largest(x) for name, x in expected.items() if np.issubdtype(x.dtype, np.floating)}
   largest: dict[str, float] = {}
   for name, scale in scales.items():

@@ -137,7 +137,7 @@ def _path_hash(path: Path) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-  """One call in progress. Paths begin at the model; trees have only the part below the layer at the path `root`.
+  """One call in progress. Paths begin at the model, but trees contain only what is below the layer at the path `root`.
 
   `active` is the layer whose method is running, and `trace` the trace of JAX in which the call began.
   """
@@ -251,7 +251,10 @@ def frame_holding(path: Path) -> Frame | None:
 
 
 def read_through(frame: Frame, value: jax.Array) -> jax.Array:
-  """Returns a weight of `frame`, converted by `read_outside` of each call nested in it, the outermost first."""
+  """Returns a weight of `frame`, given its stored `value`, as the innermost call reads it.
+
+  The `read_outside` of each call inside of `frame` converts it, the outermost call first.
+  """
   frames = _frames.get()
   for inner in frames[frames.index(frame) + 1 :]:
     if inner.surroundings.read_outside is not None:

@@ -67,7 +67,7 @@ class GrownLayer:
     return {'residual branches': self.branch_factor} if self.scales_branches and self.branch_factor != 1 else {}
 
   def _smaller_model(self) -> Counterpart | None:
-    """Returns the counterpart of a layer that has a smaller model of its own, by the field `mup`; None for others."""
+    """Returns the counterpart of a layer whose field `mup` defines a smaller model; None for all other layers."""
     return None
 
   def _find_counterpart(self, parent: GrownLayer | None, name: str) -> Counterpart | None:

@@ -79,12 +79,12 @@ class Taps:
   # Collects the layer's path for each wanted gradient. The key is the name of the gradient: `point.grad`, then
   # `point.grad_1`, ... if the layer is called again. None if no loss is differentiated.
   probed: dict[str, Path] | None = None
-  # The factor that turns a gradient into the gradient of the whole batch's loss. None in the call that only finds the
-  # probes, and adds zeros of their shapes to the summaries.
+  # The factor that turns a gradient into the gradient of the whole batch's loss. It is None in a first call, which only
+  # finds the probes, and adds zeros of their shapes to the summaries.
   share: jax.Array | None = None
 
   def narrow_to_microbatch(self, real: jax.Array | None, real_rows: jax.Array | None) -> Taps:
-    """Returns the taps for a microbatch; `real` is False for padding, and `real_rows` for copied rows."""
+    """Returns the taps for a microbatch; `real` is False for padding, `real_rows` for rows that copy other rows."""
     if real is None:
       real = real_rows
     elif real_rows is not None:
@@ -145,14 +145,14 @@ class Taps:
     return ''
 
   def _entries_that_count(self, x: jax.Array) -> tuple[jax.Array | None, str]:
-    """Returns a mask of the entries of x that count, which broadcasts to x, and why such a mask is unknown.
+    """Returns a pair: a mask of the entries of x that count, which broadcasts to x; and the reason why it is unknown.
 
-    The mask is None if all entries count or if it is unknown. The reason is '' if it is known.
+    The mask is None if all entries count or if it is unknown. The reason is '' if the mask is known.
     """
     real = self.real
     if real is None:
       return None, ''
-    # A value [B, D] has one vector per row, even if D happens to be the number of tokens.
+    # A value [B, D] is one vector per row, even if D happens to equal the number of tokens.
     if real.ndim == 2 and x.ndim > 2 and x.shape[:2] == real.shape:
       return real.reshape(*real.shape, *(1,) * (x.ndim - 2)), ''
     rows = real.any(axis=1) if real.ndim == 2 else real
@@ -225,7 +225,7 @@ def tap_value(frame: TappedCall, path: Path, name: str, make: Callable[[], jax.A
 
 
 def edit_name(point: str) -> str:
-  """Returns the name that the edits of a point have among the variables of its layer."""
+  """Returns the name under which a layer's variables contain the edits of a point."""
   return f'{EDIT}:{point}'
 
 

@@ -77,7 +77,7 @@ _Carry = tuple[DecodingState, Any, _Progress]
 class SpeculativeLoop(Generic[DecodingState]):
   """One call of `SpeculativeSampler.decode`."""
 
-  # Reads the prompts; its state has room for all tokens, so that no row is read again.
+  # Reads the prompts. Its state has room for all tokens, so no row has to be read again when it grows.
   reader: RowReader[DecodingState]
   drafter: Drafter[Any]  # Guesses tokens.
   num_drafts: int  # K.
@@ -112,7 +112,8 @@ class SpeculativeLoop(Generic[DecodingState]):
     state, draft_state, progress = carry
     decoded, K = progress.decoded, self.num_drafts
     lengths_B = self.reader.prompt_lengths_B + decoded.lengths
-    # The last token of a row needs no slot and no guess, because each pass adds one token of the model.
+    # At most one guess less than the tokens that a row may still get, because each pass also adds a token of the model.
+    # So the last token of a row needs no slot.
     most_B = jnp.where(progress.done_B, 0, jnp.minimum(self.limits_B - decoded.lengths - 1, K))
     with jax.named_scope(NEXT_TOKEN):
       rows = OpenRows(self.reader.row_tokens(decoded.ids), lengths_B, decoded.lengths, most_B)

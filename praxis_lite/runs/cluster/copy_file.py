@@ -72,7 +72,7 @@ class EmergencyCopy:
     input_state: the state of the training input after the batch of this step.
     progress: as in `Checkpointer.save`.
     metrics: lines of metrics up to this step that could not be written to the disk.
-    record: its line of JSON, which also has 'mesh', 'processes', 'variables' and 'checkpoint'.
+    record: the first line of the file, as JSON; it also has 'mesh', 'processes', 'variables' and 'checkpoint'.
     save: a digest that is the same for all parts of one copy, in all processes, and different for each start of the
       run.
 

@@ -5,7 +5,7 @@
           run.json, metrics.jsonl, summaries/...
 
 So a plain copy of the folder is a run directory. A killed upload leaves no `.complete`, and the next upload replaces
-its files. A fetched checkpoint is compared with the sizes and sums, and renamed when it is complete.
+its files. A fetched checkpoint is compared with these sizes and digests, and renamed when it is complete.
 
 A run writes an evaluation first to metrics.jsonl and then to an event file. Event files in the store must be at least
 as new as metrics.jsonl, so metrics.jsonl is read first and written last. Then a run that resumes from the store finds

@@ -1,10 +1,10 @@
-"""Makes a batch script of a run for Slurm. It starts all processes, and starts them again after a loss, on other nodes.
+"""Makes a batch script of a run for Slurm. It starts all processes; if one is lost, it starts all again on good nodes.
 
     exit code of the step         what the script does
     0                             it ends
     75, or a signal               starts all processes again, at most `max_restarts` times, without nodes that are down
     any other                     ends with this code: another attempt would make the mistake again
-    after the time limit's USR1   all processes save and end, and the job is queued again
+    USR1 before the time limit    all processes save and end, and the job is queued again
     more nodes down than spares   the job is queued again, and gets other nodes
 
 The job asks for `spares` more nodes than a step uses. `--no-kill` keeps the other nodes when one fails.

@@ -94,7 +94,7 @@ class LoggersOfRun(Hook):
       self._call(logger, functools.partial(self._save, logger, step, folder))
 
   def _save(self, logger: Logger, step: int, folder: Path) -> None:
-    """Passes a checkpoint to a logger; if it fails, it gets no more checkpoints, but still gets metrics."""
+    """Passes a checkpoint to a logger; a logger that fails gets no more checkpoints, but still gets metrics."""
     try:
       logger.save(step, folder)
     except Exception as error:

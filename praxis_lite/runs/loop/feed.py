@@ -29,7 +29,7 @@ class Feed:
   Args:
     data: the training input, already at the position to read from.
     put: puts a batch on the mesh; None leaves batches on the host.
-    skip: batches to skip: the states of the input before each of them.
+    skip: the batches to skip, each given by the state of the input before it.
   """
 
   def __init__(
@@ -87,7 +87,7 @@ class Feed:
     return self._batches.state_before
 
   def hints(self, model: BaseModel) -> Hints:
-    """Returns what in the last batch may have made its step not finite.
+    """Returns hints about what in the last batch may have led to values that are not finite.
 
     With several processes, returns empty `Hints`.
     """

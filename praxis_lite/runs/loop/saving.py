@@ -42,7 +42,7 @@ class Saving(Observer):
     self._checkpointer = checkpointer
     self._true_shapes = true_shapes
     self._line = line
-    self._step, self._is_good = 0, True  # The step of the last save, and whether the save is good so far.
+    self._step, self._is_good = 0, True  # The step of the last save, and False once this save has failed.
     self._stalled = 0.0
     # TensorStore may create a directory in the place of one that was moved.
     self._folder = KnownFolder(Path(checkpointer.directory).parent)
@@ -190,7 +190,7 @@ class RunSaver:
     If the directory was moved, the run is saved in its new place; otherwise, `make` makes a directory for it.
     """
     self.saving.abandon(self.directory.path)
-    lost = self.directory.why_lost() or lost  # The given `lost` may be about a folder that the save has created.
+    lost = self.directory.why_lost() or lost  # The given `lost` may describe a folder that a save has created since.
     unwritten = ''
     try:
       if lost.moved_to is not None:

@@ -113,7 +113,7 @@ def _bins() -> np.ndarray:
 class _PatientFiles:
   """Opens the files that tensorboardX is to write with `PatientFile`: their paths begin with `_PATIENT`.
 
-  `opened` is the last one.
+  `opened` is the file that was opened last.
   """
 
   opened: PatientFile

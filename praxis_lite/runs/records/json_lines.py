@@ -15,9 +15,9 @@ T = TypeVar('T')
 
 
 def read_json_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
-  """Returns the results of `parse` for the JSON of each line of a file, which is untrusted; [] if it cannot be read.
+  """Returns what `parse` makes of the JSON in each line of a file; [] if the file cannot be read.
 
-  A line for which `parse` raises ValueError, TypeError, KeyError or AttributeError is left out.
+  The file is untrusted: a line for which `parse` raises ValueError, TypeError, KeyError or AttributeError is left out.
   """
   found = []
   with contextlib.suppress(OSError):

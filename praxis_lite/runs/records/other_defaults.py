@@ -1,8 +1,8 @@
 """Compares the defaults of today's code with those of the code that recorded a run.
 
 A record contains every value, so a run computes the same as it did then. Records of the first versions lack the
-defaults, which are only in `config.txt`; defaults that are numbers, strings, None or tuples of these are taken from
-this file.
+defaults, which are only in `config.txt`. Defaults that are numbers, strings, None or tuples of these are read from
+`config.txt`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OtherDefaults(NamedTuple):
   new: Mapping[str, str]
 
   def describe(self, roots: Mapping[str, object]) -> list[str]:
-    """Returns a line for each kind of difference that still affects the configs `roots`, which may be edited."""
+    """Returns a line for each kind of difference; leaves out fields that have been edited in the configs `roots`."""
     now = fields_of(to_text(roots)) if any(self) else {}
     used = [f'{p} = {_short(v)} (now {_short(d)})' for p, (v, d) in self.used.items() if now.get(p) == v]
     unused = [f'{p} = {_short(d)} (recorded {_short(v)})' for p, (v, d) in self.unused.items() if now.get(p) == d]

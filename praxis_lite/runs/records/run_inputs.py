@@ -174,7 +174,10 @@ def check_required_fields(configs: Sequence[Config], i: int, name: str = 'datase
 
 @contextlib.contextmanager
 def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
-  """Prepends the path of an input's config to errors raised in the block, in place of `labels` before a field."""
+  """Puts the path of an input's config before the message of an error that is raised in the block.
+
+  If the message begins with a field after one of `labels`, the path takes the place of the label.
+  """
   try:
     yield
   except UserError as error:

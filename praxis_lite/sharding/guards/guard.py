@@ -24,7 +24,7 @@ from praxis_lite.sharding.propagation import ArraySplit, Instance, Propagation, 
 
 T = TypeVar('T')
 _PAD = 'stablehlo.pad'
-# The most times that a program is read: constraints of one guard can lead to splits that another guard changes.
+# The most passes over a program: constraints of one guard can lead to splits that another guard must change.
 _MAX_ROUNDS = 6
 _NOT_GUARDED = (
   'guards are not applied, so a step on several devices may be computed wrongly; `praxis-lite verify` compares it with '
@@ -143,7 +143,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
 
 
 def guarded_export(fn: Callable[..., object], platforms: Sequence[str]) -> Callable[..., jax.export.Exported]:
-  """Returns a function that exports `fn`, not yet jitted, with the guards that programs on one device need.
+  """Returns a function that exports `fn` with the guards that programs on one device need. `fn` is not jitted yet.
 
   The batch size of its arguments may be symbolic; `jax.export.export` explains `platforms`.
   """

@@ -231,7 +231,7 @@ class BoundLearner:
       mdl_vars: all variables.
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
-      sum_parts: adds sums over shards across devices; the identity if each device has whole variables.
+      sum_parts: turns sums over shards into sums over whole variables; the identity if each device has whole variables.
       splits: how a mesh splits the variables; None if there is no mesh.
 
     Raises:
@@ -327,8 +327,8 @@ def change_if(condition: jax.Array, changed: Callable[[], T], kept: T) -> T:
   """Returns `changed()` if `condition`, otherwise `kept`. Both have the same structure; `kept` is donated.
 
   On a GPU, `where` chooses each element in the same pass that updates the array; with `cond`, XLA would copy every
-  result, and move twice the bytes of all variables and slots. On other platforms, `cond` is used, which XLA updates in
-  place; `where` would need a separate pass over each array, and a copy of the old one.
+  result, and move twice the bytes of all variables and slots. On other platforms, XLA updates arrays in place in a
+  `cond`, so this uses `cond`; `where` would need a separate pass over each array, and a copy of the old one.
   """
   if platform() == 'gpu':
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), changed(), kept)

@@ -78,8 +78,8 @@ class Clipping:
   ) -> tuple[NestedDict, NormHistory | None]:
     """Returns (clipped gradients, new history).
 
-    `norm` is the norm of all gradients together. `sum_parts` adds sums over shards across devices, and is the identity
-    if each device has whole variables. `z_score` needs the history of the steps before.
+    `norm` is the norm of all gradients together. `sum_parts` turns sums over shards into sums over whole variables; it
+    is the identity if each device has whole variables. `z_score` needs the history of the steps before.
     """
     original = gradients
     if limit := self.value:
@@ -103,7 +103,7 @@ class Clipping:
 
 
 def unit_axes(weight: WeightHParams) -> tuple[int, ...]:
-  """Returns the dimensions of a stored variable that one unit spans; never those of its stack."""
+  """Returns the dimensions of a stored variable over which one unit extends; they never include those of a stack."""
   rank, stack = len(weight.shape), len(weight.repeat_prefix)
   inputs = weight.fan_in_axes
   if inputs is None and weight.fan_out_axes is None and rank > 1:

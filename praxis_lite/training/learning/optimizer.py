@@ -59,8 +59,9 @@ States = dict[str, object]
 
 _RATE = 'learning_rate'
 
-# Factories that treat each entry of a variable separately if their arguments are plain. `probe.py` could detect this,
-# but takes half a second for a language model. A test compares this list with the results of `probe.py`.
+# Factories that treat each entry of a variable separately, provided that their arguments are numbers, texts or names.
+# `probe.py` could detect this, but takes half a second for a language model. A test compares this list with the results
+# of `probe.py`.
 ELEMENTWISE = frozenset(
   {
     *(optax.adabelief, optax.adagrad, optax.adam, optax.adamax, optax.adamaxw, optax.adamw, optax.amsgrad, optax.lion),
@@ -155,7 +156,7 @@ class GroupedOptimizer:
     return any(value for name, value in values if _is_decay(name))
 
   def not_elementwise(self) -> list[str]:
-    """Returns the names of the factories in the config that may compute other updates if they get only shards."""
+    """Returns the names of the factories in the config whose updates may differ if they get shards of the variables."""
     if self._is_known_elementwise or (not self._treats_stacks and is_elementwise(self._build, self._weights)):
       return []
     at_fault = [name for name, build in self._others() if not is_elementwise(build, self._weights)]
@@ -201,7 +202,7 @@ class GroupedOptimizer:
   def _matrix_optimizers(self) -> list[tuple[MatrixOptimizer, NestedDict]]:
     """Returns the matrix optimizers in the config, each with the shapes of the variables that it updates at once.
 
-    Variables for which it is mapped over stacked layers are left out.
+    Variables over whose stacked layers an optimizer is mapped are left out.
     """
     if not self._treats_stacks:
       return []
@@ -381,7 +382,7 @@ def _strip_split(weight: WeightHParams) -> WeightHParams:
 
 
 def is_regularized(weight: WeightHParams) -> bool:
-  """Whether a variable may be regularized, that is, whether it is not marked to skip this."""
+  """Whether a variable may be regularized: whether it lacks the mark to skip regularization."""
   return WeightHParamsCollection.SKIP_REGULARIZATION not in weight.collections
 
 
@@ -479,7 +480,7 @@ def _state_axes(optimizer: Transformation, variables: NestedDict, state: object)
 
   try:
     jax.eval_shape(jax.vmap(update, (axes, 0), axes), two_layers, jax.tree.map(_stack, variables))
-  except ValueError:  # A slot that belongs to no variable depends on gradients, so layers do not share it.
+  except ValueError:  # A slot that belongs to no variable depends on gradients, so each layer has its own.
     return [0] * len(axes)
   return axes
 

@@ -259,7 +259,10 @@ def change_batches(
 def square_specs(
   dims: Mapping[Path, MatrixDims], splits: Splits, placement: str, paths: Iterable[Path]
 ) -> dict[Path, PartitionSpec]:
-  """Returns the specs of the square arrays: split like the batch of matrices, and along the first side over owners."""
+  """Returns the specs of the square arrays, which are split like the batch of matrices.
+
+  The owners split the first side of each square array.
+  """
   return {
     path: PartitionSpec(
       *map(axes_to_entry, matrix.batch.axes), axes_to_entry(group.owner_axes(splits.sizes, placement)), None

@@ -135,8 +135,8 @@ class Polynomial(LinearRamp):
 
   Attributes:
     power: more than 0; 1 is linear.
-    origin: where the polynomial is flat if the power is more than 1. After the fraction d of the steps, the fraction
-      d^power of the change is done for 'start', and 1 - (1 - d)^power for 'limit'.
+    origin: the end at which the polynomial is flat if the power is more than 1. After a fraction d of the steps,
+      'start' has done the fraction d^power of the change, and 'limit' the fraction 1 - (1 - d)^power.
   """
 
   start: tuple[int, float] = (0, 1.0)
@@ -234,7 +234,7 @@ def check_one_more(where: str, values: Sequence[object], boundaries: Sequence[in
 
 
 class PiecewiseConstant(BaseSchedule):
-  """`values[i]` from step `boundaries[i - 1]` up to `boundaries[i]`."""
+  """`values[0]` before step `boundaries[0]`, then `values[i]` from step `boundaries[i - 1]` up to `boundaries[i]`."""
 
   boundaries: tuple[int, ...] = REQUIRED
   values: tuple[float, ...] = REQUIRED
@@ -271,7 +271,8 @@ class Transformer(BaseSchedule):
 class _Warmup(BaseSchedule):
   """Linear warm-up to `peak` for `warmup_steps` steps, then `decay`.
 
-  The first step changes the variables, and the last step of the warm-up has the peak, unless `warmup_from_zero`.
+  The first step already changes the variables, and the last step of the warm-up has the peak. With `warmup_from_zero`,
+  the first step has the factor 0, and the first step after the warm-up has the peak.
   """
 
   warmup_steps: int = REQUIRED

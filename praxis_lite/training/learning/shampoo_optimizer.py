@@ -3,13 +3,14 @@
 For a gradient g, [m, n], with the statistics L, [m, m], and R, [n, n]:
 
     statistics  L <- b3 L + (1 - b3) g g^T,    R <- b3 R + (1 - b3) g^T g
-    every `refresh_every` steps, and in the first one: A = (L / (1 - b3^t) + ridge I)^p, also for B; p = -1 / (2 sides)
+    roots       A = (L / (1 - b3^t) + ridge I)^p, and B from R in the same way,  p = -1 / (2 sides);
+                in the first step and every `refresh_every` steps
     momentum    mu <- b1 mu + (1 - b1) g,  d = mu / (1 - b1^t)
     direction   A d B, times |a| / |A d B| by grafting
 
-where `ridge` is a fraction of the largest eigenvalue; the number of sides is 2, or 1 if the other side is larger than
-`largest_side`; and a is the direction of Adam (Gupta et al., 2018; Anil et al., 2021; Shi et al., 2023). `owners.py`
-says where whole matrices are computed on a mesh, and how the statistics are split.
+`ridge` is a fraction of the largest eigenvalue. `sides` is 2, or 1 if the other side is larger than `largest_side`. The
+direction of Adam is a. See Gupta et al., 2018; Anil et al., 2021; Shi et al., 2023. `owners.py` says where whole
+matrices are computed on a mesh, and how the statistics are split.
 """
 
 from __future__ import annotations
