@@ -47,7 +47,7 @@ def mean_of_means(means: jax.Array, weights: jax.Array) -> WeightedScalar:
 
   Args:
     means: [k, ...].
-    weights: [k], or with further leading dimensions of the means.
+    weights: [k], or [k, ...] with some of the next dimensions of the means.
   """
   product, weights = _product(means, weights)
   return _mean(jnp.sum(product, axis=0), jnp.sum(weights, axis=0))

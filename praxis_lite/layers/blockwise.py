@@ -257,7 +257,7 @@ attend_in_blocks.defvjp(_forward, _backward)
 
 
 def _cut_blocks(block_size: int, heads: Heads, integers: Integers) -> tuple[Queries, Keys, AttentionMask]:
-  """Returns queries, keys, and the arrays of the mask in blocks."""
+  """Returns the queries, the keys, and the mask, with all arrays cut into blocks."""
   query_index, key_index = (
     block_indices(x.shape[1], even_block_size(x.shape[1], block_size)) for x in (heads.query, heads.key)
   )

@@ -400,7 +400,7 @@ class MoeFeedForward(Layer):
     return jnp.where(self._is_chosen(logits_BTE, real_BT)[..., None], x_BTD[:, :, None], 0)
 
   def _hidden_rows(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
-    """Returns the inputs of `down`, [B, T, E, F], 0 for tokens that an expert does not get; computes all of them."""
+    """Returns the inputs of `down`, [B, T, E, F], 0 for tokens that an expert does not get. It computes all tokens."""
     theta, (B, T, D) = self.theta, x_BTD.shape
     rows_END = jnp.broadcast_to(x_BTD.reshape(B * T, D), (self.num_experts, B * T, D))
     weights = {name: getattr(theta, name) for name in self._weights}

@@ -102,7 +102,7 @@ class SideInputs:
 
   @property
   def shared(self) -> list[jax.Array]:
-    """The arrays without a batch dimension through which a gradient may flow."""
+    """The arrays that have no batch dimension, but may get a gradient."""
     return [self._leaves[i] for i in self._shared]
 
   def layer_arguments(

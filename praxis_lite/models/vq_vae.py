@@ -40,9 +40,10 @@ class VqVae(BaseModel[VqVaeOutput]):
   """A model that compresses images to codes; batches have images [B, H, W, C] and `weights` [B].
 
   Attributes:
-    encoder_tpl: config of the child `encoder`; the quantizer sets its `output_dims`.
+    encoder_tpl: config of the child `encoder`; its `output_dims` follow from the quantizer.
     quantizer_tpl: config of the child `quantizer`; if it has a codebook, its `input_dims` must be set to D.
-    decoder_tpl: config of the child `decoder`; the quantizer sets its `input_dims`, the encoder its `image_channels`.
+    decoder_tpl: config of the child `decoder`; its `input_dims` follow from the quantizer, and its `image_channels`
+      from the encoder.
     input_name: the leaf of the batch with the images.
   """
 

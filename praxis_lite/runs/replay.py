@@ -254,7 +254,7 @@ def _repeat_until(
 def _check_was_taken(config: ExperimentConfig, directory: Path, step: int) -> None:
   """Raises UserError if the files of a run end before step `step`.
 
-  The files of an interrupted run may lack its last steps, so up to `log_interval_steps` later steps are allowed.
+  The files of an interrupted run may lack its last steps. So `step` may be up to `log_interval_steps` after their end.
   """
   taken = [beat.step for beat in read_heartbeats(directory)] + [trouble.last for trouble in read_troubles(directory)]
   reached, train = max([read_run(directory).step, *taken]), config.task.train

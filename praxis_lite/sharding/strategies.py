@@ -74,7 +74,7 @@ class Variable:
 
 
 class OpResult(NamedTuple):
-  """What an op may return instead of a spec; the rest is for `explain`."""
+  """What an op may return instead of a spec: the spec, and texts for `explain`."""
 
   spec: Spec
   remark: str = ''  # Why nothing is split, or what the split needs, such as padding.

@@ -37,7 +37,7 @@ class BlockTable(NamedTuple):
 
 
 class SplashCall(NamedTuple):
-  """The arguments of the kernels that are the same for all rows."""
+  """Those arguments of the kernels that all rows share."""
 
   tables: tuple[BlockTable, BlockTable] | None  # For blocks of queries, and of keys; None if all blocks meet.
   pairs: float  # The number of pairs of blocks that meet, for estimates; a mean if the tables depend on the device.

@@ -1,4 +1,4 @@
-"""The factors that `Mup` gives to the variables of a model in relation to its base, and the reasons for them."""
+"""The factors that `Mup` gives to the variables of a model, relative to its base model, and the reasons for them."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Declarations:
     return [w for w in self.weights if w.path in wanted]
 
   def weights_near(self, layers: Collection[str]) -> list[Declaration]:
-    """Returns the weights of some layers and their children, or, if there are none, of the layers around them."""
+    """Returns the weights of some layers and their children; if these have none, those of the layers around them."""
     found = [w for w in self.weights if any(is_below(w.layer, layer) for layer in layers)]
     return found or [w for w in self.weights if any(is_below(layer, w.layer) for layer in layers if w.layer)]
 

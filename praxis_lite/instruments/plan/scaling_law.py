@@ -27,7 +27,7 @@ from praxis_lite.common.errors import UserError
 from praxis_lite.common.figures import short_number
 
 _LEAST_RUNS = 6  # The law has five constants.
-# Limits for numbers of parameters, and for numbers of tokens: how many must differ, and the largest / the smallest.
+# Limits for the numbers of parameters and those of tokens: how many must differ, and the quotient largest / smallest.
 _LEAST_SIZES, _LEAST_SPREAD = 3, 3.0
 _SAME_SIZE = 1.05
 _MOST_CORRELATED = 0.98  # Limit for the correlation of log N and log D.

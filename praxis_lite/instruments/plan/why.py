@@ -25,7 +25,7 @@ from praxis_lite.instruments.plan.hlo import CompiledProgram, Computation, Instr
 from praxis_lite.instruments.plan.layer_names import LayerNames
 from praxis_lite.training.flops import flops_by_scope
 
-# The primitives of collectives that layers call themselves, inside `shard_map`.
+# The primitives of the collectives that the code of layers calls, inside `shard_map`.
 _WRITTEN = {'ppermute', 'all_to_all', 'psum', 'psum_invariant', 'psum_scatter', 'reduce_scatter', 'all_gather'}
 _WRITTEN |= {'pmax', 'pmin', 'all_gather_invariant', 'all_gather_reduced', 'unreduced_psum', 'pbroadcast'}
 _SMALL = 1 << 16  # In bytes. A scalar, or an array with one number for each example, is smaller than this.
@@ -111,7 +111,7 @@ class Why:
     return Cause(Reason.WEIGHT_SUMMED, own, self.declared.fields_of(weights, c.axes), remedy, what)
 
   def _layer_cause(self, name: str, layers: tuple[str, ...], instruction: Instruction, axes: set[str]) -> Cause | None:
-    """Returns the cause of a collective that a layer calls itself; None if XLA added the collective."""
+    """Returns the cause of a collective that the code of a layer calls; None if XLA added the collective."""
     primitive = name.rpartition('/')[2].rstrip(')')
     if 'shard_map' not in name or primitive not in _WRITTEN:
       return None

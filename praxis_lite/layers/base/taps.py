@@ -100,7 +100,7 @@ class Taps:
         frame.add_summary(raw, summary)
 
   def watch_gradient(self, frame: TappedCall, path: Path, name: str, x: jax.Array) -> jax.Array:
-    """Returns x, the value of a point; in the backward pass, its probe gets the wanted statistics of its gradient."""
+    """Returns x, the value of a point; in the backward pass, a probe gets the wanted statistics of x's gradient."""
     point = f'{name}{GRADIENT}'
     wanted = self.wanted(point)
     if self.probed is None or not wanted:
@@ -121,9 +121,9 @@ class Taps:
     return _watch(x, frame.variable((*path, probe_name(call))), real, self.share, tuple(wanted))
 
   def _check(self, frame: TappedCall, wanted: Sequence[str], name: str, x: jax.Array) -> tuple[jax.Array | None, str]:
-    """Notes that a point was seen. Returns a mask of its entries that count, and why it cannot be tapped.
+    """Notes that a point was seen. Returns a mask of the entries that count, and a reason why it cannot be tapped.
 
-    The reason is '' if it can be tapped. Only then is the mask used; None means that all entries count.
+    The reason is '' if the point can be tapped. Only then is the mask used; None means that all entries count.
     """
     problem, real = self._problem(frame, x), None
     if not problem:
@@ -255,7 +255,7 @@ def _apply(edit: dict[str, jax.Array], x: jax.Array, name: str) -> jax.Array:
 
 
 def raw_name(part: str, statistics: Sequence[str], label: str) -> str:
-  """Returns the name of a summary with `part` of the value `label`, from which `statistics` will be computed."""
+  """Returns the name of a summary that has a part of the value `label`; `statistics` are computed from such parts."""
   return f'tap:{part}:{",".join(statistics)}:{label}'
 
 

@@ -262,8 +262,8 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
   Existing files in the directory stay. `step` is None for the newest checkpoint. Returns the folder of the copy.
 
   Raises:
-    CheckpointError: no such checkpoint exists, `job_log_dir` already has one of its step or of another model, it is
-      damaged, or it cannot be read or written.
+    CheckpointError: no such checkpoint exists; `job_log_dir` already has a checkpoint of the same step, or checkpoints
+      of another model; or the checkpoint is damaged, or cannot be read or written.
   """
   run = RemoteRun(ObjectStore(url))
   checkpoint = remote_checkpoints(url, step)[-1]

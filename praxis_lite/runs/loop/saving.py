@@ -185,7 +185,7 @@ class RunSaver:
         observer.on_checkpoint(run, step, folder)
 
   def rescue(self, run: Run, lost: LostDirectoryError, make: Callable[[Path], object]) -> str:
-    """Saves a run whose directory was lost; returns a message that says where, and how to continue.
+    """Saves a run whose directory was lost; returns a message that says where the run is saved, and how to continue it.
 
     If the directory was moved, the run is saved in its new place; otherwise, `make` makes a directory for it.
     """

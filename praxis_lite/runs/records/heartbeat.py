@@ -39,8 +39,8 @@ class Heartbeat:
     memory: peaks of memory in bytes, by name.
     speed: 'median' and 'p90', in seconds, of recent steps; 'waited', the share of their time in which the process
       waited for input; with several processes also 'product', the seconds of a test product, see `host_speeds.py`; with
-      peers also 'sent_rate', the bytes per second of its slowest transfer of the last emergency copy, and 'sent_to',
-      the process that received it.
+      peers also 'sent_rate', the bytes per second of its slowest transfer in the last emergency copy, and 'sent_to',
+      the process that received this transfer.
     ended: how the process ended, such as 'done'; '' until it ends. 'no step taken' means that the run had already taken
       all steps of this process's config, but not all steps of its record.
   """

@@ -42,8 +42,8 @@ class RunInputs(NamedTuple):
   Attributes:
     config: the configs of the run, with the vocabulary that its directory keeps.
     decoded_in_training: `decoding` if the task decodes at intervals; otherwise ().
-    vocabulary: the characters of the run's tokenizer, in the order of their ids, which its directory keeps; None for
-      other kinds of tokenizers, or without a directory.
+    vocabulary: the characters of the run's tokenizer in the order of their ids, as kept in the run's directory; None
+      for other kinds of tokenizers, or without a directory.
   """
 
   config: ExperimentConfig
@@ -187,9 +187,9 @@ def _name_fields_by_path(path: str, *labels: str) -> Iterator[None]:
 
 
 def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str]) -> ExperimentConfig:
-  """Returns the config, with the vocabulary that the run in `job_log_dir` keeps in each tokenizer without a vocabulary.
+  """Returns the config; tokenizers without a vocabulary get the one that is kept in the directory of the run.
 
-  Returns the config itself if there is no such tokenizer, or if the run has no checkpoint or keeps no vocabulary.
+  Returns the config unchanged if there is no such tokenizer, or if the run has no checkpoint or keeps no vocabulary.
 
   Raises:
     CheckpointError: the file cannot be read, or the config sets another vocabulary.
@@ -223,7 +223,7 @@ def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike
 
 
 def keep_vocabulary(vocabulary: str | None, directory: Path) -> None:
-  """Writes the vocabulary of the run to `directory`; does nothing if it is None."""
+  """Writes the vocabulary of the run to `directory`; does nothing if the vocabulary is None."""
   if vocabulary is not None:
     replace_file(directory / _VOCABULARY, json.dumps({'vocabulary': vocabulary}, ensure_ascii=False))
 

@@ -187,10 +187,10 @@ class BoundLearner:
     raise NotImplementedError
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, by the path of each slot, the axes of its variable along which the dimensions of the slot run.
+    """Returns, by the path of each slot, which axis of its variable each dimension of the slot runs along.
 
-    The value has an entry for each dimension of the slot: an axis of the variable's array, or None if the dimension
-    does not run along exactly one axis.
+    A value has an entry for each dimension of the slot: an axis of the variable's array, or None if the dimension does
+    not run along exactly one axis.
     """
     raise NotImplementedError
 

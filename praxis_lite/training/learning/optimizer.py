@@ -168,7 +168,7 @@ class GroupedOptimizer:
     return [] if self._treats_stacks else [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns the axes of each slot's variable along which the slot's dimensions run; see `BoundLearner.slot_axes`."""
+    """Returns, for each slot, which axes of its variable its dimensions run along; see `BoundLearner.slot_axes`."""
     axes: dict[Path, tuple[int | None, ...]] = {}
     for name, (paths, depth) in self._groups.items():
       layers = jax.tree.map(
@@ -213,7 +213,7 @@ class GroupedOptimizer:
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:
-    """For each group, by name: its variables, and over how many of their leading dimensions the optimizer is mapped."""
+    """For each group, by name, a pair: its variables; and the number of leading dimensions over which it is mapped."""
     weights = leaves(self._weights)
     prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
     apart = self._per_layer

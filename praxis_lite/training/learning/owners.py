@@ -231,7 +231,7 @@ def change_batches(
     splits: how the mesh splits the variables; None if there is no mesh.
     placement: 'owner' distributes all matrices; 'auto' distributes the matrices that the mesh splits, and also others
       whose smaller side is at least `LEAST_SIDE`; 'split' leaves products of split matrices to the compiler.
-    returns: names of the matrices that `fn` returns. It must return a square array for each one that it gets.
+    returns: names of the matrices that `fn` returns. `fn` must also return a square array for each one that it gets.
   """
   given, paths = (matrices, squares), next(iter(matrices.values()))
   if splits is None or math.prod(splits.sizes.values()) == 1 or (placement == 'split' and not splits.inside):
