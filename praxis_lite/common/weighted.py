@@ -72,7 +72,7 @@ def _product(means: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> WeightedScalar:
-  divisor = weight + (weight == 0)  # Never zero. Every metric needs it, and jnp.where takes twice as long to trace.
+  divisor = weight + (weight == 0)  # Never zero. `jnp.where` would take twice as long to trace, for every metric.
   return total / _expand(divisor, total.ndim), weight
 
 

@@ -74,7 +74,7 @@ def attend_by_kernel(
     query_BTNH: queries; head n uses kv head n // (N / K).
     cache: a cache in bfloat16, float32, int8 or 8-bit floats; or a stack of the caches of several layers, in which the
       field `turn` selects one layer. The positions in the cache are not used.
-    seen_BTS: bool, the slots that each token attends to. A token without any has the result 0.
+    seen_BTS: bool, the slots that each token attends to. A token that attends to no slot gets 0.
     formula: scale and soft cap.
     bias: added to the logits, [B or 1, N, T, S]; None adds nothing.
     sinks: [N], see `dot_product_attention`.

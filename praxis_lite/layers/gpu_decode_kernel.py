@@ -45,8 +45,9 @@ def attend_one_token(
   """Returns softmax(scale * query . key) . value, [B, N, H], in the dtype of the queries.
 
   Keys and values are the cache, in the dtype of the queries; head n uses kv head n // (N / K). H is a power of 2 and at
-  least 16. `seen_BS` is bool, the slots that the token of each row attends to: a row without any has the result 0. For
-  `sinks`, [N], see `dot_product_attention`. Plain attention computes the gradient. On CPUs, the kernel is interpreted.
+  least 16. `seen_BS` is bool, the slots that the token of each row attends to; a row that attends to no slot gets 0.
+  For `sinks`, [N], see `dot_product_attention`. The gradient is computed by plain attention. On CPUs, the kernel is
+  interpreted.
   """
   (B, N, H), K = query_BNH.shape, key_BKSH.shape[1]
   of_heads = None if sinks is None else sinks.astype(jnp.float32).reshape(K, -1)

@@ -362,7 +362,8 @@ class MoeFeedForward(Layer):
     tensor = weights['up'][2]
     if tensor != weights['down'][1] or {*tensor} & {*batch, *expert}:
       tensor = ()
-    # Axes that split the hidden dims never split the length. With capacities, which apply to whole rows, no axis does.
+    # Axes that split the hidden dims never split the length. No axis splits it if experts have capacities, which apply
+    # to whole rows.
     time = () if self.dispatch == 'capacity' else tuple(a for a in time if a not in tensor)
     batch += tuple(a for a in expert if a not in (*batch, *time))
     specs = {name: PartitionSpec(*map(axes_to_entry, axes)) for name, axes in weights.items()}
@@ -400,7 +401,7 @@ class MoeFeedForward(Layer):
     return jnp.where(self._is_chosen(logits_BTE, real_BT)[..., None], x_BTD[:, :, None], 0)
 
   def _hidden_rows(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> jax.Array:
-    """Returns the inputs of `down`, [B, T, E, F], 0 for tokens that an expert does not get. It computes all tokens."""
+    """Returns the inputs of `down`, [B, T, E, F]: computed for all tokens, 0 for those that an expert does not get."""
     theta, (B, T, D) = self.theta, x_BTD.shape
     rows_END = jnp.broadcast_to(x_BTD.reshape(B * T, D), (self.num_experts, B * T, D))
     weights = {name: getattr(theta, name) for name in self._weights}

@@ -38,7 +38,7 @@ def add_adapters(model: Config[ModelT], *adapters: Config) -> Config[ModelT]:
 
 
 def remove_adapters(model: Config[ModelT]) -> Config[ModelT]:
-  """Returns a model's config without adapters or quantization, which fits the variables from `merge_adapters`."""
+  """Returns the config of the model for the result of `merge_adapters`: without adapters, and without quantization."""
   return model.clone(adapters=(), quantized=())
 
 

@@ -65,7 +65,7 @@ class LlamaLike(Family):
     return None
 
   def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
-    """Returns the pairs of a feed-forward layer, whose tensors' names begin with `layer`, and variables with `ours`."""
+    """Returns the pairs of a feed-forward layer; `layer` and `ours` are the prefixes of its tensors and variables."""
     names = ('gate', 'up', 'down')
     return [pair for name in names for pair in linear_pairs(f'{layer}mlp.{name}_proj', f'{ours}ff.{name}')]
 

@@ -21,7 +21,7 @@ _CLASSIFIER, _FEATURES = 'ViTForImageClassification', 'ViTModel'
 
 
 class VisionFamily(WholeModelFamily):
-  """A vision transformer with a class token: a classifier, which `architecture` names, or a model with a pooler."""
+  """Vision transformers with a class token: a classifier, whose name is `architecture`, and a model with a pooler."""
 
   network: ClassVar[type[Layer] | tuple[type[Layer], ...]] = (ClassificationModel, ImageFeatureModel)
   table_path = ''

@@ -71,7 +71,7 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
 
 
 def _index_hint(root: object, segments: list[str | int], rest: str) -> str:
-  """Returns what to write in place of a name in brackets, where the path cannot be read on; '' if `rest` has none.
+  """Returns what to write instead of a name in brackets, with which `rest`, the unread end of a path, begins; or ''.
 
   For 'datasets[train].batch_size=8', the text has the index of the entry whose `name` is 'train', if there is one.
   """
@@ -120,9 +120,9 @@ _DID_YOU_MEAN = re.compile(r" Did you mean '([^']*)'\?")
 
 
 def set_by_path(root: object, path: str, value: object) -> None:
-  """Sets the field, dict key or index at `path`, as written in a text dump of `root`; else like `apply_overrides`.
+  """Sets the field, dict key or index at `path`, which is written as in a text dump of `root`.
 
-  If a config is expected, `value` may also be a class or function, or its name.
+  If a config is expected, `value` may also be a class or function, or its name. For the rest, see `apply_overrides`.
   """
   _set(root, _parsed_path(path), value)
 

@@ -1,7 +1,7 @@
 """The kernels of splash attention for TPUs in JAX, forward and backward apart, with the tables of blocks given.
 
-JAX's public function joins both passes in one differentiable function. In a `shard_map`, that would sum gradients over
-mesh axes that hold copies; apart, each pass has its own `shard_map`.
+JAX's public function joins both passes in one differentiable function. Differentiating it in a `shard_map` would sum
+gradients over mesh axes that hold copies. Here, each pass has its own `shard_map`.
 
 T length of the queries, S length of the keys, N heads, K kv heads, H dims per head; I, J numbers of their blocks, W
 largest number of blocks that a block meets.

@@ -145,7 +145,7 @@ def _read(file: Path) -> dict[str, dict[str, Learned]]:
 
 
 def _parse(one: object) -> Learned:
-  """Returns the stored quotients of a run. Files of earlier versions have one number for it: the quotient of times."""
+  """Returns the stored quotients of a run. Files of earlier versions have only one number: the quotient of times."""
   learned = Learned(**one) if isinstance(one, dict) else Learned(one)  # type: ignore[arg-type]
   check_positive([learned.time, *(x for x in (learned.memory, learned.chips) if x is not None)])
   return learned

@@ -5,7 +5,8 @@ The answers to four questions give the cause of a collective:
 what moves          an argument of the step, traced through casts, slices and loops (`dataflow.py`), or a computed value
 over which axes     axes of the batch, axes of the layer's weights, or other axes
 in which layer      the layer in the name that JAX gave the operation
-what declares it    the fields of the layer's weights and activations; of fields that disagree, one (`declared.py`)
+what declares it    the fields of the layer's weights and activations; or the field that contradicts others, see
+                    `declared.py`
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
 
 def fold_in_paths(key: jax.Array, paths: Sequence[Path]) -> dict[Path, jax.Array]:
   """Returns `fold_in_path(key, path)` for each path; in a traced program, by one operation, which compiles faster."""
-  # With other PRNG implementations, `vmap` may return other keys than `fold_in_path` does for each path.
+  # With PRNG implementations other than threefry, `vmap` may return other keys than one `fold_in_path` after another.
   together = isinstance(key, jax.core.Tracer) and jax.random.key_impl(key) == 'threefry2x32'
   if not (paths and together):
     return {path: fold_in_path(key, path) for path in paths}

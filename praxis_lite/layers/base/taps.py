@@ -71,7 +71,7 @@ class Taps:
   # Collects the names of the points that the call has passed. The value is the reason why a point cannot be tapped, or
   # ''.
   seen: dict[str, str]
-  real: jax.Array | None = None  # [B, T] or [B] bool, False for padding, which does not count; None if all counts.
+  real: jax.Array | None = None  # [B, T] or [B] bool, False for padding, which is left out; None if all entries count.
   # Mesh axes along which a device has only its own rows. The statistics of the devices are combined later.
   manual_axes: frozenset[str] = frozenset()
   wants_inputs: bool = False  # Whether a point may be the input of a layer.

@@ -85,7 +85,8 @@ class SpeculativeLoop(Generic[DecodingState]):
   draw: Callable[[jax.Array, jax.Array], jax.Array]
   # (logits [B, N, V], draft, index of its first token in the continuation [B]) -> the next tokens.
   verify: Callable[[jax.Array, Draft, jax.Array], Verified]
-  # (logits [B, V], tokens [B, L] of the rows, number of tokens [B]) -> the logits to draw from; None keeps them.
+  # (logits [B, V], tokens [B, L] of the rows, number of tokens [B]) -> the logits to draw from. If None, these are the
+  # model's logits.
   adjust: LogitProcessor | None
   stop_ids: tuple[int, ...]  # Tokens that end a row.
   limits_B: jax.Array  # int32, the largest number of tokens after each prompt, at most M.
@@ -108,7 +109,7 @@ class SpeculativeLoop(Generic[DecodingState]):
       return jax.lax.while_loop(lambda c: ~jnp.all(c[-1].done_B), self._extend, carry)[-1].decoded
 
   def _extend(self, carry: _Carry[DecodingState]) -> _Carry[DecodingState]:
-    """Guesses tokens, reads them, and keeps those that the model would have drawn too."""
+    """Guesses tokens, reads them, and keeps those that are accepted, and one token of the model."""
     state, draft_state, progress = carry
     decoded, K = progress.decoded, self.num_drafts
     lengths_B = self.reader.prompt_lengths_B + decoded.lengths
