@@ -219,7 +219,10 @@ class HfTokenizer(BaseTokenizer):
 
 
 def _characters_of_bytes() -> dict[str, int]:
-  """Returns the byte for each character of byte-level BPE: a printable byte is itself, others are U+0100 and above."""
+  """Returns the byte for each character of byte-level BPE.
+
+  A printable byte is its own character; the characters of all other bytes are U+0100 and above.
+  """
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
   return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

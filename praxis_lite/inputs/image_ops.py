@@ -11,7 +11,7 @@ from praxis_lite.inputs.tensorflow import tf
 
 
 def decode_image(encoded: tf.Tensor, channels: int) -> tf.Tensor:
-  """Returns the image in the content of a JPEG, PNG, BMP or GIF file, a scalar string; of a GIF, the first image."""
+  """Decodes `content`, a scalar string: a JPEG, PNG, BMP or GIF file; returns the image, of a GIF the first one."""
   image = tf.io.decode_image(encoded, channels=channels, expand_animations=False)
   image.set_shape((None, None, channels))
   return image

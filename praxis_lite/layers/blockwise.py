@@ -201,7 +201,7 @@ def compute_context(
 
 
 def tag_context(results: tuple[jax.Array, jax.Array], heads: Heads, integers: Integers) -> tuple[jax.Array, Residuals]:
-  """Returns the output of attention, which is the first of the two `results`, and the residuals.
+  """Returns a pair: the output of attention, which is the first of the two `results`; and the residuals.
 
   Both results are tagged as 'context'; see `remat.py`.
   """

@@ -253,7 +253,7 @@ _OBSTACLES: dict[str, Callable[[AttentionCase], str]] = {
   'tokamax': _tokamax_obstacle,
   'splash': _splash_obstacle,
 }
-# The fused kernels of each platform, in the order in which 'auto' considers them; and their names in reasons.
+# The fused kernels of each platform, in the order in which 'auto' considers them; and what messages call them.
 _KERNELS: dict[str, tuple[Kernel, ...]] = {'gpu': ('cudnn', 'tokamax'), 'tpu': ('splash',)}
 _LIBRARY_KERNELS = {'cudnn': "cuDNN's kernel", 'tokamax': "tokamax's", 'splash': 'the fused kernel'}
 

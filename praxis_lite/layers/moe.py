@@ -345,7 +345,7 @@ class MoeFeedForward(Layer):
     return ExpertOutputs(y_BTD[:B, :T], load[:B], dropped[:B])
 
   def _stage_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes that split the stages of a pipeline around this layer evenly; () if there are none."""
+    """Returns the mesh axes that evenly split the stages of a pipeline around this layer; () if there are none."""
     return (self._stages and self._stages.even_axes(sizes)) or ()
 
   def _split(self, sizes: Mapping[str, int]) -> ExpertSplit:

@@ -195,7 +195,7 @@ class Router(Layer):
 
   @property
   def selection_bias(self) -> jax.Array | None:
-    """In a call: [E] float32, added to the scores for the choice; None without `bias_update_rate`."""
+    """In a call: the bias, [E] float32, that is added to the scores for the choice; None without `bias_update_rate`."""
     return self.theta.bias if self.bias_update_rate else None
 
   def record_choices(self, logits: jax.Array, real: jax.Array, load: jax.Array, dropped: jax.Array) -> None:

@@ -252,7 +252,7 @@ def _to_heads(x_BTNH: jax.Array, length: int) -> jax.Array:
 def _tables(
   parts: MaskParts, num_queries: int, num_keys: int, blocks: tuple[int, int]
 ) -> tuple[tuple[BlockTable, BlockTable] | None, int]:
-  """Returns two tables of blocks that meet, by block of queries and by block of keys, and the number of such pairs.
+  """Returns two tables of the blocks that meet, by block of queries and by block of keys; and how many pairs meet.
 
   The tables are None if all blocks meet.
   """

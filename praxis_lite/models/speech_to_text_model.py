@@ -101,7 +101,7 @@ class SpeechToTextModel(EncoderDecoderModel):
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `logits`, [B, T, V] float32, if the batch has `ids`; otherwise transcripts.
 
-    Transcripts are `ids`, [B, L] int32; `lengths`, [B] int32, how many first ids of a row are its transcript; and
+    Transcripts are `ids`, [B, L] int32; `lengths`, [B] int32: the first `lengths` ids of a row are its transcript; and
     `log_prob`, [B] float32, the log-probability of the transcript in nats.
     """
     if 'ids' in batch:

@@ -182,7 +182,7 @@ def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[
 def _are_valid(dims: SlotDims, slot_shape: Sequence[int], shape: tuple[int, ...]) -> bool:
   """Whether `dims` agree with the true shape of a slot.
 
-  They may not agree, because they were found with other sizes, which an optimizer may treat differently.
+  They may disagree, because they were found with other sizes, which an optimizer may treat differently.
   """
   used = [dim for dim in dims if dim is not None]
   sizes_agree = all(dim is None or shape[dim] == size for dim, size in zip(dims, slot_shape))

@@ -59,7 +59,7 @@ Strategy = Sequence[tuple[str, str]]
 class Variable:
   """What an op knows about a variable: its path, such as 'lm.softmax.w', and its shape without padding.
 
-  If it is declared with names, `logical_axes` has the name of each axis. The task sets the rules.
+  If it is declared with names, `logical_axes` has the name of each axis. The task sets `logical_axis_rules`.
   """
 
   name: str
@@ -269,7 +269,8 @@ def logical_partitioning(rules: tuple[tuple[str, Any], ...] | None = None) -> Op
   """Splits a variable by applying logical axis rules to its declared names; without names, leaves it unchanged.
 
   Args:
-    rules: the rules; by default the task's, otherwise the current ones (`axis_rules`), otherwise the standard ones.
+    rules: the rules. None takes those of the task; if it has none, the current ones (`axis_rules`); if there are none,
+      the standard ones.
   """
 
   def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | OpResult:

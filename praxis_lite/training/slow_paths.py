@@ -63,8 +63,8 @@ def find_slow_paths(
 ) -> list[SlowPath]:
   """Returns slow paths that take at least 1 % of the time of a step's products, most costly first; [] on a CPU.
 
-  The step was traced for a mesh of `num_devices` such chips, which share all work outside of `shard_map`. The paths of
-  layers in the result come from `model`.
+  The step was traced for a mesh of `num_devices` chips of the kind `accelerator`, which share all work outside of
+  `shard_map`. The paths of layers in the result come from `model`.
   """
   if accelerator.kind == 'cpu':  # The figures for CPUs are placeholders.
     return []

@@ -65,7 +65,7 @@ class PartitionedModelStates(NamedTuple):
 
 
 class GivenVariables(NamedTuple):
-  """Initial values of some variables that are given, for example by another run, instead of drawn at random."""
+  """Given initial values of some variables, for example from another run; all other variables are drawn at random."""
 
   values: NestedDict  # A part of the variable tree; arrays have the shapes of the variables.
   # The shape of the given part of each variable, by path. The part begins at index 0; other entries are drawn.
@@ -168,7 +168,7 @@ def unpad(jax_task: Config | SingleTask, state: StateT) -> StateT:
   """Returns a train state on any mesh, or its `mdl_vars`, as NumPy arrays in their true shapes.
 
   This is `PartitionedTask.unpad` for a state without a `PartitionedTask`, such as the state of a `TrainResult`. The
-  arrays are copies: they remain valid when the state is donated. Raises ShardingError if one does not fit the task.
+  arrays are copies: they remain valid when the state is donated. Raises ShardingError if an array does not fit.
   """
   shapes = train_state_shapes(jax_task.instantiate() if isinstance(jax_task, Config) else jax_task)
   true = shapes if isinstance(state, TrainState) else shapes.mdl_vars
@@ -213,7 +213,10 @@ def state_initializer(
 def initialize_partitioned_model_states(
   jax_task: SingleTask, init_key: jax.Array, *, mesh: Mesh | None = None
 ) -> PartitionedModelStates:
-  """Creates a task's train state, sharded and padded on `mesh`, by default the task's; no device holds all of it."""
+  """Creates a task's train state, sharded and padded on `mesh`, by default the task's.
+
+  Each device creates its own shards, so none ever holds the whole state.
+  """
   layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
   state = state_initializer(jax_task, layout)(init_key)
   return PartitionedModelStates(layout.specs, layout.padded_shapes, layout.unpadded_shapes, state)

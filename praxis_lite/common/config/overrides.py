@@ -85,7 +85,7 @@ def _index_hint(root: object, segments: list[str | int], rest: str) -> str:
 
 
 def _suggest_paths(root: object, segments: list[str | int], message: str) -> str:
-  """Returns the message about a wrong path; if existing paths end in a similar name, these are suggested in it."""
+  """Returns the message about a wrong path; if existing paths end in a similar name, the message suggests them."""
   if ' has no entry [' in message:  # An index is too large; the message needs no suggestion.
     return message
   name = next((str(s) for s in reversed(segments) if isinstance(s, str) and s != _ALL), '')

@@ -109,7 +109,7 @@ class Facts:
   def call_flops(self, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
     """Returns the FLOPs of a custom call on one device; 0 leaves the call uncounted.
 
-    The operands of the `target`, such as 'lapack_spotrf_ffi', have these shapes on one device.
+    `target` names what is called, such as 'lapack_spotrf_ffi'; `shapes` are those of the operands on one device.
     """
     return 0.0
 

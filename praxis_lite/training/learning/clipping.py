@@ -27,7 +27,7 @@ from praxis_lite.training.learning.base_learner import SumParts, clip_to_norm, n
 ArrayT = TypeVar('ArrayT', jax.Array, np.ndarray)
 
 _LEAST_WEIGHT_NORM = 1e-3
-_DECAY, _FIRST_STEPS = 0.97, 25  # Decay of the norm statistics, and the number of first steps without clipping.
+_DECAY, _FIRST_STEPS = 0.97, 25  # Decay of the norm statistics, and how many steps at the start are not clipped.
 
 
 class NormHistory(NamedTuple):

@@ -42,7 +42,7 @@ GRAFTS = ('adam', 'sgd', 'none')
 
 
 class ShampooState(NamedTuple):
-  """The number of updates; for each matrix the moments, in float32, and for each of its sides, statistics and roots.
+  """The number of updates; the moments of each matrix, in float32; and statistics and roots of each side of a matrix.
 
   Statistics and roots are [..., m, m] for a side of size m, and `optax.MaskedNode` for a side that is too large. `nu`
   is the second moment of Adam, or None if grafting does not need it.
