@@ -72,29 +72,29 @@ class Configurable:
     for problem in _problems(cls):
       raise ConfigError(f'{cls.__qualname__}{problem}')
     dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
-    type.__setattr__(cls, '__init__', _by_name(cls, cls.__init__))
+    type.__setattr__(cls, '__init__', _explain_mistakes(cls, cls.__init__))
 
 
-def _by_name(cls: type[Configurable], init: Callable[..., None]) -> Callable[..., None]:
+def _explain_mistakes(cls: type[Configurable], init: Callable[..., None]) -> Callable[..., None]:
   """Returns the `__init__` of a class, which says what to write if it is called like one of PyTorch or Flax."""
   names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
 
   @functools.wraps(init)
-  def explained(self: Configurable, *args: object, **values: object) -> None:
+  def call(self: Configurable, *args: object, **values: object) -> None:
     try:
       init(self, *args, **values)
     except TypeError:
       if args:
-        raise TypeError(not_by_name(cls)) from None
+        raise TypeError(not_explain_mistakes(cls)) from None
       for name in values:
         if name not in names:
           raise TypeError(f'{cls.__qualname__} has no field {name!r}.{did_you_mean(name, names)}') from None
       raise
 
-  return explained
+  return call
 
 
-def not_by_name(cls: type[Configurable]) -> str:
+def not_explain_mistakes(cls: type[Configurable]) -> str:
   """Returns the message about arguments of a class that are given by position."""
   own = {name: value for name, value in vars(cls).items() if name in inspect.get_annotations(cls)}
   names = [name for name, value in own.items() if value is REQUIRED] or list(own)
