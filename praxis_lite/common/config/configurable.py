@@ -85,7 +85,7 @@ def _explain_mistakes(cls: type[Configurable], init: Callable[..., None]) -> Cal
       init(self, *args, **values)
     except TypeError:
       if args:
-        raise TypeError(not_explain_mistakes(cls)) from None
+        raise TypeError(not_by_name(cls)) from None
       for name in values:
         if name not in names:
           raise TypeError(f'{cls.__qualname__} has no field {name!r}.{did_you_mean(name, names)}') from None
@@ -94,7 +94,7 @@ def _explain_mistakes(cls: type[Configurable], init: Callable[..., None]) -> Cal
   return call
 
 
-def not_explain_mistakes(cls: type[Configurable]) -> str:
+def not_by_name(cls: type[Configurable]) -> str:
   """Returns the message about arguments of a class that are given by position."""
   own = {name: value for name, value in vars(cls).items() if name in inspect.get_annotations(cls)}
   names = [name for name, value in own.items() if value is REQUIRED] or list(own)
