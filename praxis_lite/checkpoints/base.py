@@ -85,7 +85,7 @@ def check_base(base: Base, folder: Path, variables: Mapping[str, ArrayRecord]) -
 def arrays_in(
   folder: Path, about: Mapping[str, Any], shapes: Mapping[str, Sequence[int] | None]
 ) -> dict[str, StreamedArray]:
-  """Returns arrays of the checkpoint in `folder` by name, like `stored_arrays`. `about` is its record.
+  """Returns arrays of the checkpoint in `folder` by name, like `stored_arrays`. `about` is its record file.
 
   Arrays that the checkpoint leaves out are read from its base, and cast to the dtypes in `about`.
   """

@@ -171,7 +171,8 @@ def _remove_folders(folders: Iterable[Path]) -> None:
         remove_all(waiting.popleft())
 
   helpers = [threading.Thread(target=remove) for _ in range(min(_AT_ONCE, len(waiting)) - 1)]
-  with contextlib.suppress(RuntimeError):  # At interpreter exit no thread can start; then this one removes all.
+  # At interpreter exit no thread can start. Then the current thread removes all checkpoints.
+  with contextlib.suppress(RuntimeError):
     for helper in helpers:
       helper.start()
   remove()

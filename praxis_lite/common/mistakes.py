@@ -59,7 +59,7 @@ class NotALayerError(ConfigError, TypeError):
 
 
 # Errors about traced arrays. The key is the class of the error, or a regex for the message of a TypeError. The value is
-# a pair: what Python needs, and a remedy.
+# a pair: what Python needs instead of a traced array, such as a bool for `if`; and a remedy.
 _AT_THE_RUN = 'which is known only when the compiled step runs'
 _TRACED: Mapping[type[Exception] | str, tuple[str, str]] = {
   jax.errors.UnexpectedTracerError: (

@@ -57,7 +57,7 @@ for _ours, _theirs in _OTHER_NAMES.items():
   for _name in _theirs.split():
     OUR_NAMES.setdefault(_name, []).append(_ours)
 
-# Fields that users look for among the flags, by the configs that have them; `--set` takes their paths.
+# Fields that users expect as flags, but that `--set` takes. The keys are the configs that have them.
 _FIELDS = {
   'task': 'ici_mesh_shape',
   'task.train': 'num_train_steps log_interval_steps eval_interval_steps save_interval_steps max_to_keep init_from',

@@ -183,7 +183,7 @@ def _only_one_fetches(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named_errors(named: str) -> Iterator[None]:
-  """Turns any error of a store's package into a DataError of one line."""
+  """Turns any error of a package that reads a store, such as s3fs, into a DataError of one line."""
   try:
     yield
   except Exception as error:

@@ -39,7 +39,8 @@ class StreamedInput(BaseInput):
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     if self.num_hosts > 1 and (count, start, stop) == (self.batch_size, *self.host_rows):
       return self._read_group(epoch, position, count, start, stop)
-    # A single host reads chunks of `batch_size` examples, and takes slices of them. So does a mixture: its counts vary.
+    # A single host reads chunks of `batch_size` examples, and takes slices of them. A mixture does the same,
+    # because the number of examples that it takes of each part varies from batch to batch.
     parts: list[Rows] = []
     available = 0
     while available < count:

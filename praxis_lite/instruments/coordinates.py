@@ -145,7 +145,8 @@ def coordinate_check(
     task: config of the task.
     ladder: from `make_ladder`.
     batches: batches for training, as NumPy arrays.
-    seeds: seeds of initial values. Each model is trained once with each seed, and sizes are averages over seeds.
+    seeds: seeds of initial values. Each model is trained once with each seed, and the magnitudes of activations are
+      averages over seeds.
     report: called with a line for each model.
 
   Raises:

@@ -77,7 +77,7 @@ def count_pairs(mask: AttentionMask, query_at: Array, key_at: Array) -> int:
 
 
 def _select_pairs(mask: AttentionMask, at: BlockRanges) -> tuple[Array, Known]:
-  """Returns a pair: [I, J] bool, False for blocks that are empty because of indices; and `mask.some_allowed(at)`."""
+  """Returns a pair: [I, J] bool, False for blocks that are empty whatever the data are; and `mask.some_allowed(at)`."""
   exists, allowed = (at.query_high >= 0) & (at.key_high >= 0), mask.some_allowed(at)
   return exists if allowed.by_index is None else exists & allowed.by_index, allowed
 

@@ -108,7 +108,7 @@ class _GroupedProduct:
     return outputs if biases is None else outputs + self.spread(biases, rows)
 
   def spread(self, x_EO: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the entries of each row's expert, [M, O], and zeros for rows after the last expert."""
+    """Returns [M, O]: for each row, the entries x_EO[e] of its expert e. Rows that belong to no expert get zeros."""
     expert_of_row = jnp.sum(jnp.arange(len(rows))[:, None] >= jnp.cumsum(self.sizes), axis=1)
     return x_EO.at[expert_of_row].get(mode='fill', fill_value=0, indices_are_sorted=True)
 
@@ -163,7 +163,8 @@ def dropless(
 def pad_for_shard_map(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...]) -> jax.Array:
   """Returns floating `x`, of shape `true`, padded with zeros to `shape`, because a `shard_map` needs equal parts.
 
-  The gradient is a slice. JAX's own rule would make it a pad that crops, for which the guards would gather the array.
+  The gradient is a slice. By JAX's own rule, it would be a pad with negative sizes, for which the guards of XLA would
+  gather the array.
   """
   return with_sharding_constraint(pad_to(with_sharding_constraint(x, spec), shape), spec)
 

@@ -201,7 +201,7 @@ class _Groups(NamedTuple):
 
   sizes: jax.Array  # int32
   ends: jax.Array  # int32, the index after the last row of each group.
-  num_rows: int  # V M.
+  num_rows: int  # Of all products: V times M.
   rows: int  # R, the number of rows of a block.
 
   @classmethod
@@ -344,9 +344,9 @@ def _run_each(kernel: Callable[..., jax.Array], *arrays_V: jax.Array) -> jax.Arr
 
 
 def _fold_batch(run: Callable[..., jax.Array], form: _Form, arrays: _Arrays) -> jax.Array:
-  """Returns the result of `run`. Under `vmap`, the mapped dimension becomes a part of V.
+  """Returns the result of `run`. Under `vmap`, the products of the mapped dimension run one after another.
 
-  So the loops of the products run one after another. Otherwise `vmap` would run all of them in lockstep.
+  For this, the mapped dimension becomes a part of V. Otherwise `vmap` would run the loops of all products in lockstep.
   """
 
   @custom_vmap

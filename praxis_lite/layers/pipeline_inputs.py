@@ -76,8 +76,8 @@ class SideInputs:
   def cut(self, M: int, multiple: int) -> list[jax.Array]:
     """Returns the arrays that have rows, as microbatches [M, mb, ...].
 
-    Rows are added until their number is a multiple of `multiple`. If there are rows that only fill up a microbatch, one
-    more array follows, [M, mb] bool, which is False for them.
+    Rows of padding are added until the number of rows is a multiple of `multiple`. If there are any, one more array
+    follows, [M, mb] bool, which is False for rows of padding.
     """
     arrays = [(jnp.asarray(self._leaves[i]), mark) for i, mark in zip(self._cut, self._marks)]
     self._says_real = self._real is not None or bool(self._batch_size % multiple)

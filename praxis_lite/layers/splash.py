@@ -2,8 +2,8 @@
 
 The kernels compute a row of the batch with all its heads. A mask reaches them in three forms:
 
-    limits of offsets   a table of the pairs of blocks that meet, which is static, so that the kernels skip all others;
-                        inside of a block, the kernels compare indices
+    limits of offsets   a static table of the pairs of blocks in which some query may attend to some key; the kernels
+                        skip all others. Inside of a block, they compare indices
     a causal mask with  the same comparison, in which a query of the prefix has the index of the prefix's last token.
     prefixes            Which blocks are empty depends on data, so the kernels skip no block
     segments, paddings  an integer for each query and each key, which the kernels compare

@@ -251,7 +251,10 @@ class Agreement:
     return compared._replace(first=(row, start + token), layer=self._layer(way))
 
   def _layer(self, way: Way) -> str:
-    """Returns, in words, the first layer of a way that differs from the reference, or why no layer is named."""
+    """Returns, in words, the first layer whose values differ between a way to compute and the reference.
+
+    Returns why no layer is named if none can be.
+    """
     if way.values is None:
       return 'its layers cannot be compared'
     reference = self.values_in_one_pass(self.exact if way.is_exact else self.model)

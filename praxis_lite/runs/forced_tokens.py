@@ -151,8 +151,8 @@ def batch_texts(model: TrainedModel, texts: KnownTexts, chunk: int = 8) -> list[
 
   An entry is masked if the batcher drew another token than the one that the continuation has there.
 
-  The batcher reads `chunk` tokens of a context at once. It has two rows, so that further requests wait for a row; with
-  an encoder-decoder, each text has a row.
+  The batcher reads `chunk` tokens of a context at once. It has only two rows, in order to test requests that
+  wait for a row; with an encoder-decoder, each text has a row.
   """
   limits = model.layer.score_limits()
   assert limits is not None

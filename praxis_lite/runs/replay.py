@@ -193,10 +193,10 @@ def _repeat_until(
   other_devices: bool = False,
   tap: Sequence[str] | str = (),
 ) -> tuple[PartitionedTask, TrainState, jax.Array, NestedDict, int | None]:
-  """Restores the last checkpoint before `step`, and takes the steps before it without taps.
+  """Restores the last checkpoint before `step`, and takes the steps between them, without taps.
 
-  Returns the task for batches of this step's size, the other arguments of the step, and the step of the checkpoint. The
-  latter is None if the run was repeated from its start.
+  Returns the task for batches of this step's size, the other arguments of the step, and the step of the checkpoint,
+  which is None if the run was repeated from its start.
   """
   directory = user_path(job_log_dir).absolute()
   if step < 1:

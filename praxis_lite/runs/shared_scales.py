@@ -65,7 +65,7 @@ class InputScales:
 
   @functools.cached_property
   def at(self) -> functools._lru_cache_wrapper[jax.Array]:
-    """A function that returns the scales [I] for an index in a stack or among experts, and keeps them."""
+    """A function that returns the scales [I] for an index in a stack or among experts; they are computed only once."""
     return functools.cache(self._choose)
 
   def _choose(self, *index: int) -> jax.Array:

@@ -63,7 +63,7 @@ def to_partition_spec(
 
   Args:
     split_dims_mapping: one entry per dimension; None splits no dimension.
-    mesh_axis_names: names of the mesh axes, in the order that indices refer to.
+    mesh_axis_names: names of the mesh axes; an integer in the mapping is an index of this list.
     rank, path: number of dimensions of the tensor, if known; config path of the mapping, for messages.
 
   Raises:

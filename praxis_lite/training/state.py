@@ -68,7 +68,7 @@ class GivenVariables(NamedTuple):
   """Given initial values of some variables, for example from another run; all other variables are drawn at random."""
 
   values: NestedDict  # A part of the variable tree; arrays have the shapes of the variables.
-  # The shape of the given part of each variable, by path. The part begins at index 0; other entries are drawn.
+  # For each variable, by path, the shape of its given part, which begins at index 0. Other entries get random values.
   known: Mapping[Path, tuple[int, ...]]
 
 

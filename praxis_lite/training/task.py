@@ -113,10 +113,9 @@ class EmergencyCopiesParams(Configurable):
 
 
 def copies_kept(peers: int) -> int:
-  """Returns how many copies of the same part of the state a process keeps at most in its first directory.
+  """Returns how many emergency copies a process keeps at most in the first of its directories.
 
-  These are the part in the last complete emergency copy, and the part that is being written. With peers, there may also
-  be a part of a copy that is not on all peers.
+  One is complete, and one is being written. With peers, there may also be one that some of the peers do not have.
   """
   return 3 if peers else 2
 

@@ -25,7 +25,7 @@ class Mixture(LlamaLike):
   num_experts_fields: tuple[str, ...]
   # The flag in config.json that says whether the weights of a token's experts sum to 1; None if they always do.
   renormalize_field: str | None = None
-  layer_name: str  # The mixture's part of the names of tensors.
+  layer_name: str  # The part of the name of a tensor that stands for the mixture of experts.
   names: tuple[str, str, str]  # The parts of tensor names for an expert's gate, up and down weights, in this order.
 
   def experts(self, hf: HfConfig) -> Config[MoeFeedForward]:

@@ -203,7 +203,7 @@ _GROUP = re.compile(r'(?:(\d+)\|)?(?:\(([^)]*)\)|([^\s|]+))(?:\|(\d+))?')
 
 
 class Piece(NamedTuple):
-  """A variable, or one entry along its first dimensions, and the tensor that holds it."""
+  """A part of a variable, and the tensor that holds it. The part is a layer of a stack or an expert, or all of it."""
 
   name: str  # Name of the tensor.
   path: Path  # Path of the variable.

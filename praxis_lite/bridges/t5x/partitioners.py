@@ -303,7 +303,10 @@ class BasePartitioner(abc.ABC):
     return map_with_path(resolve_names, self.get_logical_axes(train_state))
 
   def get_layout(self, train_state: TrainState) -> StateLayout:
-    """Returns specs, shardings, padded and true shapes for a train state of declarations and shapes."""
+    """Returns specs, shardings, and padded and true shapes of a train state.
+
+    The leaves of the given state are declarations and shapes.
+    """
     shapes = jax.tree.map(lambda x: x.as_struct() if hasattr(x, 'as_struct') else x, train_state)
     return layout_of(shapes, self.get_mesh_axes(train_state), self.mesh)
 

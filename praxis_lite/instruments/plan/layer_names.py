@@ -66,7 +66,7 @@ class LayerNames:
 
 
 class HiddenWork:
-  """Asks the layers of a model about work that a program does not show."""
+  """Asks the layers of a model about work that a lowered program does not show, such as that of kernels."""
 
   def __init__(self, layers: Iterable[Layer] = ()):
     self._layers = {path_name(layer.path): layer for layer in layers}

@@ -1,4 +1,4 @@
-"""The cost of training on a number of tokens: time, which includes failures, chip-hours and money."""
+"""The cost of training on a number of tokens: chip-hours, money, and the time, which includes that lost to failures."""
 
 from __future__ import annotations
 

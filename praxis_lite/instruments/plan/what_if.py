@@ -114,7 +114,7 @@ class WhatIf:
   # ---------------------------------------------------------------- state
 
   def state_changes(self) -> list[Change]:
-    """Returns changes of moments, moving averages and offloading, with their exact effect on the state."""
+    """Returns changes of settings: the dtype of moments, moving averages, offloading. Their effect is exact."""
     found = []
     before = self.planned.memory.state.total
     for what, override in self._state_changes():

@@ -164,7 +164,7 @@ class Taps:
 
 
 def edit_and_tap(frame: TappedCall, path: Path, method: str, value: Any, side: str = '') -> Any:
-  """Returns the value of a point with the edits of the call, and lets the taps of the call listen to it.
+  """Returns a value after it was changed by the edits of the current call; passes it to the taps of this call, too.
 
   The value, an array or a tree of them, is the result of the layer's method or, if `side` is '.in', its first argument.
   """

@@ -139,7 +139,7 @@ class BeamLoop(Generic[DecodingState]):
   diversity_penalty: float = 0.0
   # (state) -> [R], terms of at most 0, added to the scores of continuations that end now; None adds nothing.
   coverage: Callable[[DecodingState], jax.Array] | None = None
-  # Whether a beam can end at any step, but only by a stop token; see `FlatBeamSearch`.
+  # True if a beam ends only by a stop token, at any step; see `FlatBeamSearch`.
   is_flat: bool = False
 
   def run(self) -> BeamDecoded:

@@ -202,7 +202,7 @@ class RemoteRun:
       self._store.remove(f'{CHECKPOINTS}/{step}')
 
   def upload_files(self, directory: Path) -> None:
-    """Copies the other files of a run directory that have changed since the last call."""
+    """Copies the files outside of checkpoints that have changed since the last call."""
     changed = {name: about for name, about in _files_to_copy(directory) if self._copied.get(name) != about}
     metrics = read_plain(directory / _METRICS) if _METRICS in changed else b''
     for name in sorted(changed, key=lambda name: (name == _METRICS, name)):

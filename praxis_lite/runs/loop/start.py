@@ -51,9 +51,9 @@ class Start(NamedTuple):
 def find_start(job: TrainJob, directory: HeldDirectory, observers: Observers) -> Iterator[Start]:
   """Yields the start of a run, with its checkpoints open. The first of these that exists is used:
 
-    1. an emergency copy of an observer that is newer than all checkpoints: the state, and the position in the input
+    1. an emergency copy, if it is newer than all checkpoints: the state, and the position in the input
     2. the run's newest complete checkpoint: the state, and the position in the input
-    3. variables from another run's checkpoint, or imported ones in its directory; the input from its beginning
+    3. variables from the checkpoint of another run, or imported ones; the input from its beginning
     4. initial values from the seed; the input from its beginning
 
   Raises:

@@ -143,7 +143,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
 
 
 def guarded_export(fn: Callable[..., object], platforms: Sequence[str]) -> Callable[..., jax.export.Exported]:
-  """Returns a function that exports `fn` with the guards that programs on one device need. `fn` is not jitted yet.
+  """Returns a function that exports `fn` with the guards that programs on one device need. `fn` must not be jitted.
 
   The batch size of its arguments may be symbolic; `jax.export.export` explains `platforms`.
   """

@@ -168,7 +168,10 @@ class GroupedOptimizer:
     return [] if self._treats_stacks else [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, for each slot, which axes of its variable its dimensions run along; see `BoundLearner.slot_axes`."""
+    """Returns for each slot the list of axes of the variable that correspond to its dimensions.
+
+    See `BoundLearner.slot_axes`.
+    """
     axes: dict[Path, tuple[int | None, ...]] = {}
     for name, (paths, depth) in self._groups.items():
       layers = jax.tree.map(
