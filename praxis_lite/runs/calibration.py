@@ -162,6 +162,14 @@ def calibrate_weights(
   for path, (point, stored) in stored_by_path.items():
     if stored.has_input_range and point not in sums:
       raise ConfigError(f'input_percentile: {path_name(path)} met no inputs; leave it out, or use other data')
+    if stored.has_input_range and 'counts' in parts:
+      counts, percentile = sums[point]['counts'], calibration.input_percentile or 0
+      share = 100 * np.max(counts[..., 0] / np.sum(counts, axis=-1))
+      if share >= percentile:  # The range would be 0, which makes all inputs zeros.
+        raise ConfigError(
+          f'input_percentile: {share:.4g} % of the inputs of {path_name(path)} are 0, so {percentile} would give them '
+          'no range; choose a larger one, or leave it out'
+        )
   return {
     path: CalibratedWeight(stored, calibration.method, sums[point], calibration.input_percentile)
     for path, (point, stored) in stored_by_path.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.trees import leaves, nest, path_name
 from praxis_lite.experiments.moe import MoeTiny
 from praxis_lite.layers import QuantizedWeights
-from praxis_lite.models import dequantize_variables, quantize_weights
+from praxis_lite.models import dequantize_variables, quantize_weights, transformer_lm
 from praxis_lite.runs import open_run, run_train
 from praxis_lite.runs.calibration import Calibration, calibrate_weights
 from praxis_lite.runs.quantized import quantize_run
@@ -125,6 +126,20 @@ def test_ranges_of_inputs_cover_a_percentage_of_the_data(run, tmp_path, percenti
   np.testing.assert_allclose(found.reshape(-1), expected, rtol=0.05)
   losses = [model.evaluate(0)['loss'] for model in (model, made)]
   np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
+
+
+def test_a_range_that_covers_only_zeros_is_an_error(monkeypatch):
+  config = transformer_lm(vocab_size=7, model_dims=8, num_layers=2, num_heads=2, hidden_dims=6, matmul='int8')
+  rule = Config(QuantizedWeights, layers=r'.*\.down', input_range=True)
+  model = quantize_weights(config, rule).instantiate()
+  counts = np.ones((2, 1 << 15))
+  counts[1, 0] = 9 * counts.shape[1]  # In the second layer, 90 % of the inputs are 0.
+  sums = {'lm.transformer.layers.ff.down.in': {'counts': counts}}
+  monkeypatch.setattr('praxis_lite.runs.calibration._sum_over_batches', lambda *_: sums)
+  found = calibrate_weights(SimpleNamespace(layer=model), model, Calibration('nearest', 1, None, 95.0))
+  assert found.values()
+  with pytest.raises(ConfigError, match=r'90 % of the inputs of lm.*down.w are 0, so 80.0 would give them no range'):
+    calibrate_weights(SimpleNamespace(layer=model), model, Calibration('nearest', 1, None, 80.0))
 
 
 def test_mistakes_are_named_before_anything_is_read(tmp_path):
