@@ -24,6 +24,7 @@ from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import NestedDict, leaves, path_name, select
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.quantized_weights import RoundedWeight
 from praxis_lite.models import quantize_weights
 from praxis_lite.runs.calibration import SCALES_INPUTS, Calibration, calibrate_weights, describe_uncalibrated
 from praxis_lite.runs.quantized_arrays import apply_masks, quantize_streamed
@@ -78,6 +79,7 @@ def quantize_run(
   with contextlib.ExitStack() as to_close:
     reader = to_close.enter_context(contextlib.closing(Checkpointer(source, read_only=True)))
     step, calibrated, lines = reader.existing_step(step), None, []
+    _check_masks_are_chosen(plain.model, step)
     if calibration is not None:
       calibrated = calibrate_weights(
         restore_model(use_kept_vocabulary(config, source), source, step=step), task.model, calibration
@@ -163,6 +165,17 @@ def _rules_of_training(model: Config) -> tuple[Config, ...]:
     else rule.clone(**once, trained=False, mask_stays=False)
     for rule in rules
   )
+
+
+def _check_masks_are_chosen(model: Layer, step: int) -> None:
+  """Raises ConfigError if training had not chosen the kept weights of a trained model before this step."""
+  for layer in model.descendants():
+    for name, stored in layer._stored.items():
+      if isinstance(stored, RoundedWeight) and stored.shots is not None and step <= stored.shots.first:
+        raise ConfigError(
+          f'step {step}: training chooses the kept weights of {layer.path_name}.{name} in step {stored.shots.first} '
+          '(QuantizedWeights.target_step), so this checkpoint keeps all; name a later one'
+        )
 
 
 def _averages(task: SingleTask, variables: NestedDict) -> NestedDict | None:

@@ -248,10 +248,12 @@ def test_gradients_of_adapters_are_those_on_the_dequantized_weights():
 @pytest.mark.parametrize('name', ['float', 'int4'])
 def test_a_run_with_masks_that_are_renewed_is_stored_with_its_zeros(name, tmp_path):
   config = configure(SyntheticLmTiny)
-  config.task.train.set(num_train_steps=4, save_interval_steps=4, log_interval_steps=4)
-  rule = Config(QuantizedWeights, format=name, kept=(2, 4), trained=True, num_shots=2, mask_update_interval=2)
+  config.task.train.set(num_train_steps=4, save_interval_steps=2, log_interval_steps=4)
+  rule = Config(QuantizedWeights, format=name, kept=(2, 4), trained=True, num_shots=2, target_step=2)
   quantize_weights(config.task.model, rule)
   run_train(config, tmp_path / 'few')
+  with pytest.raises(ConfigError, match=r'step 2: training chooses the kept weights of .* in step 2 .* a later one'):
+    quantize_run(read_record(tmp_path / 'few').config, tmp_path / 'few', tmp_path / 'stored', step=2)
   quantize_run(read_record(tmp_path / 'few').config, tmp_path / 'few', tmp_path / 'stored')
   few, stored = open_run(tmp_path / 'few').load(), open_run(tmp_path / 'stored').load()
   np.testing.assert_allclose(stored.evaluate('validation')['loss'], few.evaluate('validation')['loss'], rtol=1e-5)
