@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.common.errors import ConfigError, check_choice, check_range
+from praxis_lite.common.errors import ConfigError, DataError, check_choice, check_range
 from praxis_lite.common.statistics import kind_of_part
 from praxis_lite.common.trees import Path, path_name
 from praxis_lite.inputs.prefetch import PrefetchIterator
@@ -145,7 +145,7 @@ def calibrate_weights(
     quantized: the instantiated model with weights in few bits.
 
   Raises:
-    UserError: there is no such dataset, or the model cannot be evaluated on it.
+    UserError: there is no such dataset, the model cannot be evaluated on it, or inputs have NaN or infinities.
   """
   points: dict[str, _Point] = {}
   stored_by_path: dict[Path, tuple[str, QuantizedWeight]] = {}
@@ -160,6 +160,11 @@ def calibrate_weights(
     parts.add('counts')
   sums = _sum_over_batches(model, calibration, _InputTaps(model.layer, points, parts))
   for path, (point, stored) in stored_by_path.items():
+    if not all(np.isfinite(x).all() for x in sums.get(point, {}).values()):
+      raise DataError(
+        f'the inputs of {path_name(path)} have NaN or infinities in the calibration data, so its values cannot '
+        'be chosen by them; name other data by calibration_dataset, or round to nearest'
+      )
     if stored.has_input_range and point not in sums:
       raise ConfigError(f'input_percentile: {path_name(path)} met no inputs; leave it out, or use other data')
     if stored.has_input_range and 'counts' in parts:

@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite.checkpoints.streamed import StreamedArray, whole_box
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, DataError
 from praxis_lite.common.trees import leaves, nest, path_name
 from praxis_lite.experiments.moe import MoeTiny
 from praxis_lite.layers import QuantizedWeights
@@ -128,7 +128,7 @@ def test_ranges_of_inputs_cover_a_percentage_of_the_data(run, tmp_path, percenti
   np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
 
 
-def test_a_range_that_covers_only_zeros_is_an_error(monkeypatch):
+def test_inputs_without_a_range_or_not_finite_are_errors(monkeypatch):
   config = transformer_lm(vocab_size=7, model_dims=8, num_layers=2, num_heads=2, hidden_dims=6, matmul='int8')
   rule = Config(QuantizedWeights, layers=r'.*\.down', input_range=True)
   model = quantize_weights(config, rule).instantiate()
@@ -140,6 +140,9 @@ def test_a_range_that_covers_only_zeros_is_an_error(monkeypatch):
   assert found.values()
   with pytest.raises(ConfigError, match=r'90 % of the inputs of lm.*down.w are 0, so 80.0 would give them no range'):
     calibrate_weights(SimpleNamespace(layer=model), model, Calibration('nearest', 1, None, 80.0))
+  sums['lm.transformer.layers.ff.down.in'] = {'sum_abs': np.array([[1.0, np.inf], [1.0, np.nan]])}
+  with pytest.raises(DataError, match=r'the inputs of lm.*down.w have NaN or infinities in the calibration data'):
+    calibrate_weights(SimpleNamespace(layer=model), model, Calibration('gptq', 1))
 
 
 def test_mistakes_are_named_before_anything_is_read(tmp_path):
