@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TextIO
 
+from praxis_lite.common.errors import first_names
 from praxis_lite.common.figures import format_bytes, format_seconds, number_of
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.instruments.explain.explanation import align_columns
@@ -70,9 +71,8 @@ def _print_group(group: RunGroup, folder: str, all_columns: bool) -> None:
   right = set(range(1, len(head))) | {i for i, column in enumerate(zip(*rows[1:])) if all(map(_is_number, column))}
   print('\n'.join(align_columns([row[:shown] for row in rows], right=right)))
   if missing := names[shown - len(head) :]:
-    more = f' and {len(missing) - _MOST_FIELDS} more' if len(missing) > _MOST_FIELDS else ''
-    what = f'also differ: {", ".join(missing[:_MOST_FIELDS])}{more}'
-    print(_wrap(f'{what}; --columns=NAME,NAME chooses, --csv has all', width))
+    more = first_names(missing, _MOST_FIELDS)
+    print(_wrap(f'also differ: {more}; --columns=NAME,NAME chooses, --csv has all', width))
 
 
 def _columns_that_fit(rows: Sequence[Sequence[str]], width: int | None, needed: int) -> int:

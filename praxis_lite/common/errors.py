@@ -114,6 +114,12 @@ def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
   return [*lines[:most], f'and {len(lines) - most} more'] if len(lines) > most else list(lines)
 
 
+def first_names(names: Sequence[str], most: int = 3) -> str:
+  """Returns the first `most` names, separated by commas, and how many more there are: 'a, b, c and 2 more'."""
+  more = f' and {len(names) - most} more' if len(names) > most else ''
+  return ', '.join(names[:most]) + more
+
+
 @contextlib.contextmanager
 def prefix_errors(path: str, field: str | None = None) -> Iterator[None]:
   """Prepends the path of a config to the message of a `UserError` raised inside.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import DataError
-from praxis_lite.common.trees import NestedDict
+from praxis_lite.common.trees import NestedDict, Path
 from praxis_lite.layers.base import Layer
+from praxis_lite.layers.base.stored import StoredWeight
 from praxis_lite.layers.quantized_weights import RoundedWeight
 from praxis_lite.models.base import BaseModel
 
@@ -39,6 +40,13 @@ def append_rules(model: Config[ModelT], field: str, rules: Sequence[Config]) -> 
   """Appends rules to a field of a model's config that holds one rule, several or None; returns the config."""
   present = getattr(model, field)
   return model.set(**{field: (*((present,) if isinstance(present, Config) else present or ()), *rules)})
+
+
+def stored_weights(model: Layer) -> Iterator[tuple[Path, Layer, StoredWeight]]:
+  """Yields the path of each weight that is stored in another form, below the model; its layer; and the form."""
+  for layer in model.descendants():
+    for name, stored in layer._stored.items():
+      yield (*layer.path[len(model.path) :], name), layer, stored
 
 
 def change_variables(
@@ -106,8 +114,7 @@ def _read(layer: Layer, variables: NestedDict) -> NestedDict:
 
 def has_mask_shots(model: Layer) -> bool:
   """Whether training chooses at some steps which weights are kept; see `QuantizedWeights.num_shots`."""
-  stored = (w for layer in model.descendants() for w in layer._stored.values())
-  return any(isinstance(w, RoundedWeight) and w.shots is not None for w in stored)
+  return any(isinstance(w, RoundedWeight) and w.shots is not None for _, _, w in stored_weights(model))
 
 
 def renew_masks(model: Layer, variables: NestedDict, step: jax.Array) -> NestedDict:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.common.errors import ConfigError, DataError, check_choice, check_range
+from praxis_lite.common.errors import ConfigError, DataError, check_choice, check_range, first_names
 from praxis_lite.common.statistics import kind_of_part
 from praxis_lite.common.trees import Path, path_name
 from praxis_lite.inputs.prefetch import PrefetchIterator
@@ -38,6 +38,7 @@ from praxis_lite.layers.input_scales import awq_scales, smooth_scales
 from praxis_lite.layers.quantized_weights import QuantizedWeight
 from praxis_lite.layers.weight_formats import WeightFormat, quantize
 from praxis_lite.models import BaseModel
+from praxis_lite.models.quantization import stored_weights
 from praxis_lite.runs.evaluated_dataset import find_dataset
 from praxis_lite.runs.programs import TaskOnMesh
 from praxis_lite.runs.trained import TrainedModel
@@ -149,12 +150,11 @@ def calibrate_weights(
   """
   points: dict[str, _Point] = {}
   stored_by_path: dict[Path, tuple[str, QuantizedWeight]] = {}
-  for layer in quantized.descendants():
-    for name, stored in layer._stored.items():
-      if isinstance(stored, QuantizedWeight):
-        point, form = f'{layer.path_name}.{layer.product_weights[name]}', stored.format
-        points[point] = _Point(len(stored.weight.shape) - form.num_inputs - form.num_outputs, form.num_inputs)
-        stored_by_path[*layer.path[len(quantized.path) :], name] = point, stored
+  for path, layer, stored in stored_weights(quantized):
+    if isinstance(stored, QuantizedWeight):
+      point, form = f'{layer.path_name}.{layer.product_weights[path[-1]]}', stored.format
+      points[point] = _Point(len(stored.weight.shape) - form.num_inputs - form.num_outputs, form.num_inputs)
+      stored_by_path[path] = point, stored
   parts = {'gram'} if calibration.method in ('awq', 'gptq') else set()
   if calibration.input_percentile not in (None, 100):
     parts.add('counts')
@@ -281,11 +281,6 @@ def _count(bits: jax.Array, is_real: jax.Array) -> jax.Array:
 
 def describe_uncalibrated(model: BaseModel, found: Mapping[Path, CalibratedWeight]) -> str:
   """Returns a line about weights that are rounded to nearest because they had no inputs in the data; '' without any."""
-  stored = {
-    (*layer.path[len(model.path) :], name): kind
-    for layer in model.descendants()
-    for name, kind in layer._stored.items()
-  }
-  missing = [path_name(p) for p, kind in stored.items() if isinstance(kind, QuantizedWeight) and p not in found]
-  more = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
-  return f'rounded to nearest, because no inputs were met: {", ".join(missing[:3])}{more}' if missing else ''
+  stored = [path for path, _, kind in stored_weights(model) if isinstance(kind, QuantizedWeight)]
+  missing = [path_name(path) for path in stored if path not in found]
+  return f'rounded to nearest, because no inputs were met: {first_names(missing)}' if missing else ''

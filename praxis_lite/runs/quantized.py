@@ -18,7 +18,7 @@ import numpy as np
 
 from praxis_lite.checkpoints import Checkpointer, Step
 from praxis_lite.common.config import Config
-from praxis_lite.common.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.common.errors import CheckpointError, ConfigError, UserError, first_names
 from praxis_lite.common.figures import format_bytes
 from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
@@ -26,6 +26,7 @@ from praxis_lite.common.trees import NestedDict, leaves, path_name, select
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.quantized_weights import RoundedWeight
 from praxis_lite.models import quantize_weights
+from praxis_lite.models.quantization import stored_weights
 from praxis_lite.runs.calibration import SCALES_INPUTS, Calibration, calibrate_weights, describe_uncalibrated
 from praxis_lite.runs.quantized_arrays import apply_masks, quantize_streamed
 from praxis_lite.runs.records.moved_files import FOLDER
@@ -126,10 +127,9 @@ def describe_unquantized(model: Layer) -> list[str]:
   ]
   if not names:
     return []
-  shown = ', '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else '')
   return [
-    f'not quantized: {shown}, which layers of your own declare; the weights of Linear, Projection and experts can be '
-    'quantized, also as children of your layers'
+    f'not quantized: {first_names(names)}, which layers of your own declare; the weights of Linear, Projection and '
+    'experts can be quantized, also as children of your layers'
   ]
 
 
@@ -169,13 +169,12 @@ def _rules_of_training(model: Config) -> tuple[Config, ...]:
 
 def _check_masks_are_chosen(model: Layer, step: int) -> None:
   """Raises ConfigError if training had not chosen the kept weights of a trained model before this step."""
-  for layer in model.descendants():
-    for name, stored in layer._stored.items():
-      if isinstance(stored, RoundedWeight) and stored.shots is not None and step <= stored.shots.first:
-        raise ConfigError(
-          f'step {step}: training chooses the kept weights of {layer.path_name}.{name} in step {stored.shots.first} '
-          '(QuantizedWeights.target_step), so this checkpoint keeps all; name a later one'
-        )
+  for path, layer, stored in stored_weights(model):
+    if isinstance(stored, RoundedWeight) and stored.shots is not None and step <= stored.shots.first:
+      raise ConfigError(
+        f'step {step}: training chooses the kept weights of {layer.path_name}.{path[-1]} in step {stored.shots.first} '
+        '(QuantizedWeights.target_step), so this checkpoint keeps all; name a later one'
+      )
 
 
 def _averages(task: SingleTask, variables: NestedDict) -> NestedDict | None:

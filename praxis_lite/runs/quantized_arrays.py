@@ -17,6 +17,7 @@ from praxis_lite.common.trees import NestedDict, Path, leaves, nest
 from praxis_lite.layers.quantized_weights import QuantizedWeight, RoundedWeight
 from praxis_lite.layers.weight_formats import WeightFormat, quantize
 from praxis_lite.models import BaseModel
+from praxis_lite.models.quantization import stored_weights
 from praxis_lite.runs.calibration import CalibratedWeight
 from praxis_lite.runs.shared_scales import InputScales, shared_inputs
 
@@ -36,20 +37,18 @@ def quantize_streamed(
   for shared in shared_inputs(model):
     readers = [path for path in shared.readers if path in chosen]
     scales |= dict.fromkeys(readers, InputScales([(variables[path], chosen[path]) for path in readers], shared.repeats))
-  for layer in model.descendants():
-    for name, stored in layer._stored.items():
-      path = layer.path[len(model.path) :]
-      if isinstance(stored, RoundedWeight):  # The weight will be trained further, so it is pruned but not rounded.
-        variables[*path, name] = _Pruned({name: variables[*path, name]}, stored)
-        continue
-      assert isinstance(stored, QuantizedWeight)
-      weight, choice = variables.pop((*path, name)), chosen.get((*path, name))
-      if choice is not None:
-        scales.setdefault((*path, name), InputScales([(weight, choice)]))
-      where, of_inputs = f'{layer.path_name}.{name}', scales.get((*path, name))
-      largest: dict[tuple[int, ...], jax.Array] = {}
-      for part in stored.parts:
-        variables[*path, part] = _Part(weight, stored, part, where, choice, of_inputs, largest)
+  for path, layer, stored in stored_weights(model):
+    if isinstance(stored, RoundedWeight):  # The weight will be trained further, so it is pruned but not rounded.
+      variables[path] = _Pruned({path[-1]: variables[path]}, stored)
+      continue
+    assert isinstance(stored, QuantizedWeight)
+    weight, choice = variables.pop(path), chosen.get(path)
+    if choice is not None:
+      scales.setdefault(path, InputScales([(weight, choice)]))
+    where, of_inputs = f'{layer.path_name}.{path[-1]}', scales.get(path)
+    largest: dict[tuple[int, ...], jax.Array] = {}
+    for part in stored.parts:
+      variables[*path[:-1], part] = _Part(weight, stored, part, where, choice, of_inputs, largest)
   return nest(variables)
 
 
@@ -61,11 +60,9 @@ def apply_masks(model: BaseModel, streamed: NestedDict) -> NestedDict:
     streamed: its variables, as arrays that are read in parts.
   """
   variables = leaves(streamed)
-  for layer in model.descendants():
-    for name, stored in layer._stored.items():
-      if isinstance(stored, RoundedWeight) and stored.shots is not None:
-        path = layer.path[len(model.path) :]
-        variables[*path, name] = _Pruned({part: variables.pop((*path, part)) for part in stored.parts}, stored)
+  for path, _, stored in stored_weights(model):
+    if isinstance(stored, RoundedWeight) and stored.shots is not None:
+      variables[path] = _Pruned({part: variables.pop((*path[:-1], part)) for part in stored.parts}, stored)
   return nest(variables)
 
 
@@ -77,12 +74,10 @@ def dequantize_streamed(model: BaseModel, streamed: NestedDict) -> NestedDict:
     streamed: its variables.
   """
   variables = leaves(streamed)
-  for layer in model.descendants():
-    for name, stored in layer._stored.items():
-      path = layer.path[len(model.path) :]
-      assert isinstance(stored, QuantizedWeight | RoundedWeight)
-      parts = {part: variables.pop((*path, part)) for part in stored.parts}
-      variables[*path, name] = _Plain(parts, stored)
+  for path, _, stored in stored_weights(model):
+    assert isinstance(stored, QuantizedWeight | RoundedWeight)
+    parts = {part: variables.pop((*path[:-1], part)) for part in stored.parts}
+    variables[path] = _Plain(parts, stored)
   return nest(variables)
 
 
@@ -95,17 +90,15 @@ def spread_streamed(model: BaseModel, streamed: NestedDict) -> dict[str, NestedD
   """
   variables = leaves(streamed)
   found: dict[str, dict[tuple[str, ...], StreamedArray]] = {'integers': {}, 'scale': {}, 'zero': {}}
-  for layer in model.descendants():
-    for name, stored in layer._stored.items():
-      path = layer.path[len(model.path) :]
-      if not isinstance(stored, QuantizedWeight):
-        raise ConfigError(
-          f'{layer.path_name}.{name} is stored as it is trained; `praxis-lite quantize` without a format stores it in '
-          'few bits'
-        )
-      parts = {part: variables[*path, part] for part in stored.parts}
-      for kind in ('integers', 'scale', *(['zero'] if stored.format.has_zeros else [])):
-        found[kind][*path, name] = SpreadPart(parts, stored, kind)
+  for path, layer, stored in stored_weights(model):
+    if not isinstance(stored, QuantizedWeight):
+      raise ConfigError(
+        f'{layer.path_name}.{path[-1]} is stored as it is trained; `praxis-lite quantize` without a format stores it '
+        'in few bits'
+      )
+    parts = {part: variables[*path[:-1], part] for part in stored.parts}
+    for kind in ('integers', 'scale', *(['zero'] if stored.format.has_zeros else [])):
+      found[kind][path] = SpreadPart(parts, stored, kind)
   return {kind: nest(tree) for kind, tree in found.items() if tree}
 
 

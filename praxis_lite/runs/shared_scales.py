@@ -22,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, whole_box
-from praxis_lite.common.errors import ConfigError
+from praxis_lite.common.errors import ConfigError, first_names
 from praxis_lite.common.trees import NestedDict, Path, leaves, nest, path_name
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.quantized_weights import INPUT_SCALE, QuantizedWeight
 from praxis_lite.layers.weight_formats import SCALE
 from praxis_lite.models import BaseModel
+from praxis_lite.models.quantization import stored_weights
 from praxis_lite.runs.calibration import CalibratedWeight
 
 
@@ -87,9 +88,8 @@ def fold_input_scales(model: BaseModel, streamed: NestedDict) -> NestedDict:
   """
   variables = leaves(streamed)
   scaled = {
-    (*_path_in(model, layer), name): stored
-    for layer in model.descendants()
-    for name, stored in layer._stored.items()
+    path: stored
+    for path, _, stored in stored_weights(model)
     if isinstance(stored, QuantizedWeight) and stored.has_input_scale
   }
   folded = set()
@@ -109,9 +109,8 @@ def fold_input_scales(model: BaseModel, streamed: NestedDict) -> NestedDict:
         variables[path], by.reshape(*by.shape[:num_stack], *ones, *by.shape[num_stack:]), offset
       )
   if left := [path_name(path) for path in scaled if path not in folded]:
-    more = f' and {len(left) - 3} more' if len(left) > 3 else ''
     raise ConfigError(
-      f'--quantized: {", ".join(left[:3])}{more}: the scales of their inputs cannot be moved into the layer before '
+      f'--quantized: {first_names(left)}: the scales of their inputs cannot be moved into the layer before '
       'them. That is possible after a norm with a scale whose readers all have the same scales, for `down` of a gated '
       'feed-forward layer, and for `out` of attention with a weight `value`. Leave out --quantized, or make the run by '
       '`praxis-lite quantize` with --method=gptq'

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from praxis_lite.bridges.hf.files import Tensor
-from praxis_lite.common.errors import CheckpointError
+from praxis_lite.common.errors import CheckpointError, first_names
 from praxis_lite.common.trees import NestedDict, Path, leaves, path_name
 from praxis_lite.sharding.weights import WeightHParams
 
@@ -297,8 +297,7 @@ def check_tensors(found: Mapping[str, Tensor], wanted: Iterable[Piece], where: s
   extra = [name for name in found if name not in shapes]
   for names, what in ((missing, 'lacks'), (extra, 'has tensors that its config.json does not account for:')):
     if names:
-      more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
-      raise CheckpointError(f'{where} {what} {", ".join(names[:_SHOWN])}{more}')
+      raise CheckpointError(f'{where} {what} {first_names(names, _SHOWN)}')
   for name, shape in shapes.items():
     if found[name].shape != shape:
       raise CheckpointError(

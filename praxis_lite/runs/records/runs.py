@@ -16,7 +16,7 @@ import numpy as np
 
 from praxis_lite.checkpoints import saved_steps
 from praxis_lite.common.config.text import fields_of
-from praxis_lite.common.errors import UserError, did_you_mean
+from praxis_lite.common.errors import UserError, did_you_mean, first_names
 from praxis_lite.common.figures import duration
 from praxis_lite.common.files import user_path
 from praxis_lite.runs.records.certificate import Certificate, read_certificate
@@ -103,8 +103,7 @@ def runs_near(directory: str | os.PathLike[str]) -> str:
   if path.is_dir():
     if (found := [str(run) for run in find_runs(path)]) == [str(path)]:
       return f', though there are other files of a run; {remedy_for_damage(path)}'
-    more = f' and {len(found) - _MOST_NEAR} more' if len(found) > _MOST_NEAR else ''
-    return f'; the runs below it are {", ".join(found[:_MOST_NEAR])}{more}' if found else ''
+    return f'; the runs below it are {first_names(found, _MOST_NEAR)}' if found else ''
   beside = [other.name for other in path.parent.iterdir() if has_record(other)] if path.parent.is_dir() else []
   return f'; there is no such directory.{did_you_mean(path.name, beside, cutoff=0.8)}'
 
