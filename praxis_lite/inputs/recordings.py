@@ -36,9 +36,10 @@ from praxis_lite.inputs.wav_files import read_wav, resample
 
 
 class _Recording(NamedTuple):
-  """A WAV file, the place in the table that names it, and the tokens of its transcript."""
+  """A WAV file, the table that names it, the place in the table, and the tokens of its transcript."""
 
   file: str
+  table: str
   place: str
   ids: np.ndarray
 
@@ -116,7 +117,7 @@ class RecordingInput(RecordsInput, RandomAccessInput):
       try:
         audio = self.read_audio(recording.file)
       except UserError as error:
-        self.leave_out(BadRecord(recording.file, '', str(error)))
+        self.leave_out(BadRecord(recording.table, recording.place, f'{recording.file} {error}'))
         continue
       batch['audio'][row, : len(audio)] = audio
       batch['audio_lengths'][row] = len(audio)
@@ -179,4 +180,5 @@ class RecordingInput(RecordsInput, RandomAccessInput):
     except UserError as error:
       self.leave_out(BadRecord(table, place, str(error)))
       return None
-    return _Recording(os.path.join(os.path.dirname(table), os.path.expanduser(file)), place, ids)
+    file = os.path.join(os.path.dirname(table), os.path.expanduser(file))
+    return _Recording(file, table, place, ids)

@@ -12,10 +12,13 @@ from typing import Unpack
 
 import numpy as np
 
+from praxis_lite.common.config import target
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.common.figures import significant_digits
 from praxis_lite.common.foreign_text import printable
 from praxis_lite.common.processes import is_primary_process
+from praxis_lite.models.base import BaseModel
+from praxis_lite.models.decoding.decoder import continues_prompts
 from praxis_lite.runs.draft_statistics import DraftStatistics
 from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram
 from praxis_lite.runs.prompts import prompt_batch
@@ -57,11 +60,17 @@ def run_decode(
   config: ExperimentConfig, job_log_dir: str | Path, **options: Unpack[RestoreOptions]
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; for the arguments see `run_eval`."""
+  model_class = target(config.task.model)
+  if getattr(model_class, 'decode', None) is BaseModel.decode:
+    raise ConfigError(
+      f'task.model: {model_class.__name__} has no method decode(batch), so it cannot decode; `predict` computes '
+      'results for rows of data'
+    )
   config = use_kept_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   if not (inputs := datasets.inputs):
-    continues_texts = hasattr(config.task.model, 'decoder_tpl')
-    other = 'to decode from a text, pass --prompt, or --prompt_ids' if continues_texts else 'add one, or use `predict`'
+    from_text = 'to decode from a text, pass --prompt, or --prompt_ids'
+    other = from_text if continues_prompts(config.task.model) else 'add one, or use `predict`'
     raise ConfigError(f'decode_datasets(): there is no input to decode; {other}')
   check = functools.partial(datasets.check, inputs)
   model = restore_model(config, job_log_dir, use_ema='decode', check=check, **options)

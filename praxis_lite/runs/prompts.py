@@ -16,6 +16,7 @@ from praxis_lite.common.files import user_path
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.models.decoding import BeamSearch, Bucket, Decoder, LogitProcessor, Sampler, SpeculativeSampler
+from praxis_lite.models.decoding.decoder import continues_prompts
 from praxis_lite.models.drafted_model import DraftedModel
 from praxis_lite.runs.continuations import check_stops
 from praxis_lite.runs.imported_files import HOW_TO_SET_TOKENIZER, tokenizer_in
@@ -249,10 +250,10 @@ _FIELDS = {'max_tokens': 'max_decode_steps', 'min_tokens': 'min_decode_steps'}  
 
 def check_decodes(task: Config) -> None:
   """Raises ConfigError if the model of a task, such as an encoder, cannot continue a prompt."""
-  if not hasattr(task.model, 'decoder_tpl'):
+  if not continues_prompts(task.model):
     raise ConfigError(
-      'a prompt needs a language model; the model of this experiment has no decoder_tpl: it is a '
-      f'{target(task.model).__name__}, whose results for rows of data are computed by predict'
+      f'a prompt needs a language model; the model of this experiment is of class {target(task.model).__name__}, '
+      'whose results for rows of data are computed by predict'
     )
 
 
@@ -325,8 +326,8 @@ def drafted_task(task: Config, draft: Config) -> Config:
     ConfigError: a model is not a language model, or decodes by beam search.
   """
   for name, config in (('the model', task), ('the draft model', draft)):
-    if not hasattr(config.model, 'decoder_tpl'):
-      raise ConfigError(f'draft: speculative decoding needs language models, and {name} has no decoder_tpl')
+    if not continues_prompts(config.model):
+      raise ConfigError(f'draft: speculative decoding needs language models, and {name} is not one')
   if is_beam_search(task):
     raise ConfigError('draft: beam search takes no guesses; leave out one of them')
   drafted, decoder = task.clone(), task.model.decoder_tpl

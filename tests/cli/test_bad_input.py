@@ -555,6 +555,14 @@ def test_decoding_nothing_of_a_model_that_continues_no_texts_proposes_no_prompt(
   assert told == 'decode_datasets(): there is no input to decode; add one, or use `predict`'
 
 
+@pytest.mark.parametrize(('experiment', 'model'), [('DigitsGan', 'AdversarialModel'), ('DigitsVqVae', 'VqVae')])
+def test_a_model_that_does_not_decode_says_so_with_and_without_a_prompt(capsys, tmp_path, experiment, model):
+  arguments = ['decode', f'--exp=generative.{experiment}', f'--job_log_dir={tmp_path}']
+  assert f'task.model: {model} has no method decode(batch), so it cannot decode' in fails(capsys, *arguments)
+  told = fails(capsys, *arguments, '--prompt_ids=1,2')
+  assert told.startswith(f'a prompt needs a language model; the model of this experiment is of class {model}, whose')
+
+
 def test_a_prompt_needs_a_tokenizer(capsys, trained, tmp_path):
   told = fails(capsys, 'decode', TINY, f'--job_log_dir={trained}', '--prompt=a')
   assert told == (

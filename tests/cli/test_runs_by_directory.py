@@ -49,7 +49,7 @@ def test_eval_show_check_verify_and_decode_need_no_experiment(run, capsys):
   assert 'task.model.hidden = 9' in call(capsys, 'show', run)
   call(capsys, 'check', run)
   assert 'equal to one device' in call(capsys, 'verify', run, '--quick')
-  assert 'a prompt needs a language model; the model of this experiment has no decoder_tpl' in call(
+  assert 'a prompt needs a language model; the model of this experiment is of class' in call(
     capsys, 'decode', run, '--prompt=a', code=2
   )
 

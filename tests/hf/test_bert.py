@@ -215,9 +215,7 @@ def test_without_a_tokenizer_an_encoder_says_what_it_needs_and_that_it_does_not_
   byte_tokens = ['--set', 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer']
   assert main(['import-hf', str(folder), run]) == 0
   assert main(['decode', run, '--prompt=a']) == 2
-  assert (
-    'needs a language model; the model of this experiment has no decoder_tpl: it is a Mask' in capsys.readouterr().err
-  )
+  assert 'needs a language model; the model of this experiment is of class Masked' in capsys.readouterr().err
   assert main(['train', run, *text]) == 2
   assert 'datasets[0].tokenizer_tpl.path: a value is required but not set' in (said := capsys.readouterr().err)
   assert 'name the folder of a tokenizer, or take bytes as tokens' in said

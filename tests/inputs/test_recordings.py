@@ -126,8 +126,8 @@ def test_bad_records_are_named_or_have_no_weight(folder):
     'a.wav': 'line 1 .*has 1 column; expected a WAV file and its transcript',
     'a.wav\tabcde': 'the transcript has 5 tokens, and label_len = 4 has room for 4',
     'a.wav\ta\0b': 'has token 0, which is the padding of the tokenizer',
-    'none.wav\tno': r'\.path: .*none.wav cannot be read: No such file or directory',
-    'c.wav\tno': 'c.wav is not a WAV file; convert it',
+    'none.wav\tno': r'\.path: line 1 of .*table.tsv: .*none.wav cannot be read: No such file or directory$',
+    'c.wav\tno': r'line 1 of .*table.tsv: .*c.wav is not a WAV file; convert it',
     'long.wav\tno': r"lasts 0.00 s, .* cut it, or allow longer ones, as by --set 'datasets\[\*\]\.num_samples=9'",
     'empty.wav\tno': 'lasts 0.00 s, and must be longer than 0 s',
   }

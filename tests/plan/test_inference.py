@@ -136,7 +136,7 @@ def test_one_token_on_chips_has_a_loop_of_later_tokens_that_never_runs():
 
 
 def test_models_without_caches_and_long_requests_are_refused():
-  with pytest.raises(ConfigError, match='this model has no decoder_tpl'):
+  with pytest.raises(ConfigError, match='this model is not one'):
     planned(configure(registry.get('digits.DigitsMlp')).task)
   config = small_lm()
   config.task.model.decoder_tpl.max_context = 64

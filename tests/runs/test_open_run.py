@@ -430,7 +430,7 @@ def test_a_draft_model_guesses_alone(lm, settings):
 
 def test_a_draft_model_is_a_language_model(lm, model):
   with pytest.raises(
-    ConfigError, match=r'^draft: speculative decoding needs language models, and the draft model has no'
+    ConfigError, match=r'^draft: speculative decoding needs language models, and the draft model is not one'
   ):
     lm.load().decode(['a'], max_tokens=2, draft=model)
 

@@ -35,6 +35,7 @@ from praxis_lite.instruments.plan.planning import Planner, ProgramPlan, bottlene
 from praxis_lite.instruments.plan.report import chips_text, format_head, format_range, mode_text, wrap_line
 from praxis_lite.instruments.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.models.base import PromptLimits
+from praxis_lite.models.decoding.decoder import continues_prompts
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -128,8 +129,8 @@ def plan_inference(
 def _task_for(task: Config, requests: Requests) -> tuple[SingleTask, PromptLimits]:
   """Returns the task, set to decode these requests, and its limits; raises ConfigError if it cannot decode them."""
   task = task.clone()
-  if not hasattr(task.model, 'decoder_tpl'):
-    raise ConfigError('task.model: plans of inference are for language models, and this model has no decoder_tpl')
+  if not continues_prompts(task.model):
+    raise ConfigError('task.model: plans of inference are for language models, and this model is not one')
   task.model.decoder_tpl.max_decode_steps = requests.max_tokens
   jax_task = task.instantiate()
   limits = jax_task.model.prompt_limits()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.common.config import Configurable
+from praxis_lite.common.config import Config, Configurable
 from praxis_lite.common.errors import ConfigError
 from praxis_lite.models.decoding.constraint import Constraint
 from praxis_lite.models.decoding.processors import (
@@ -142,3 +142,8 @@ class Decoder(Configurable):
       if isinstance(processor, Constraint):
         processor = functools.partial(processor, prompt_lengths_B=prompt_lengths_B)
       yield f'{own}.logit_processors[{i}]', processor
+
+
+def continues_prompts(model: Config) -> bool:
+  """Whether a config of a model has a decoder of tokens; for example, the `decoder_tpl` of a `VqVae` makes images."""
+  return hasattr(getattr(model, 'decoder_tpl', None), 'stop_ids')
