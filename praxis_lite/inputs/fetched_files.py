@@ -10,6 +10,7 @@ and the others wait for it. A file appears under its name once it is complete.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import glob
 import hashlib
 import os
@@ -17,10 +18,10 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from praxis_lite.common.errors import DataError, error_summary
 from praxis_lite.common.figures import format_bytes, number_of
@@ -31,11 +32,14 @@ from praxis_lite.common.processes import note_progress
 
 if TYPE_CHECKING:
   from fsspec import AbstractFileSystem
+  from fsspec.callbacks import Callback
 
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 1.0  # Before the second attempt; it doubles with each further one.
 _STREAMS = 4  # How many files are copied at once.
 _POLL_S = 0.2
+# Fields of stores that change when an object is written.
+_VERSIONS = ('ETag', 'etag', 'generation', 'mtime', 'LastModified', 'last_modified', 'updated', 'created')
 
 
 class FetchedFiles(NamedTuple):
@@ -98,8 +102,19 @@ def _list_objects(fs: AbstractFileSystem, path: str) -> tuple[str, list[_Object]
     about = {path: fs.info(path)} if fs.exists(path) else {}
   names = {file: file.removeprefix(root).lstrip('/') for file, each in about.items() if each['type'] == 'file'}
   shown = {file: name for file, name in names.items() if not is_folder or not _is_hidden(name)}
-  found = [_Object(file, name, int(about[file]['size']), str(fs.ukey(file))) for file, name in shown.items()]
+  found = [_to_object(fs, file, name, about[file]) for file, name in shown.items()]
   return root, sorted(found, key=lambda each: each.name), is_folder
+
+
+def _to_object(fs: AbstractFileSystem, file: str, name: str, about: Mapping[str, Any]) -> _Object:
+  if about.get('size') is None:  # Web servers list names alone.
+    about = fs.info(file)
+  if about.get('size') is None:
+    raise OSError(f'the store does not tell the size of {fs.unstrip_protocol(file)}')
+  # A listing and a question about one object have different other fields, so `ukey` differs between them.
+  version = next((about[field] for field in _VERSIONS if about.get(field)), None) or fs.ukey(file)
+  stamp = str(version.timestamp() if isinstance(version, datetime.datetime) else version).strip('"')
+  return _Object(file, name, int(about['size']), stamp)
 
 
 def _is_hidden(name: str) -> bool:
@@ -134,7 +149,7 @@ def _fetch(fs: AbstractFileSystem, each: _Object, folder: Path, where: str) -> N
     if attempt:
       time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
     try:
-      fs.get_file(each.path, str(partial))
+      fs.get_file(each.path, str(partial), callback=_noting(each.name))
       if (size := partial.stat().st_size) == each.size:
         _stamp_file(target).unlink(missing_ok=True)  # The file that it describes is replaced now.
         os.replace(partial, target)
@@ -146,6 +161,17 @@ def _fetch(fs: AbstractFileSystem, each: _Object, folder: Path, where: str) -> N
     finally:
       partial.unlink(missing_ok=True)
   raise DataError(f'{where}: {url} cannot be read, in {_ATTEMPTS} attempts: {problem}')
+
+
+def _noting(name: str) -> Callback:
+  """Returns what notes each part of a file that arrives, since a large file may take longer than watchdogs wait."""
+  from fsspec.callbacks import Callback
+
+  class Noting(Callback):
+    def relative_update(self, inc: int = 1) -> None:
+      note_progress(f'fetching {name}')
+
+  return Noting()
 
 
 def _is_here(each: _Object, folder: Path) -> bool:

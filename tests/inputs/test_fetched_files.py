@@ -103,6 +103,41 @@ def test_a_changed_object_is_copied_again_and_a_removed_one_is_left_out(store, c
   assert 'fetching' not in capsys.readouterr().err
 
 
+@pytest.fixture
+def unlike_listings(monkeypatch):
+  """A question about one object has more fields than a listing, as in S3, and a listing has no sizes, as on the web."""
+  info, ls, listed = FlakyStore.info, FlakyStore.ls, []
+  without_sizes = []
+
+  def ls_(self, path, detail=True, **kwargs):
+    listed.append(path)
+    found = ls(self, path, detail=detail, **kwargs)
+    return [{**each, 'size': None} for each in found] if detail and without_sizes else found
+
+  def info_(self, path, **kwargs):
+    return info(self, path, **kwargs) | ({} if listed and not without_sizes else {'ContentType': 'text/plain'})
+
+  monkeypatch.setattr(FlakyStore, 'ls', ls_)
+  monkeypatch.setattr(FlakyStore, 'info', info_)
+  monkeypatch.setattr(FlakyStore, 'invalidate_cache', lambda self, path=None: listed.clear())
+  return without_sizes
+
+
+@pytest.mark.parametrize('has_sizes', [True, False])
+def test_a_file_that_is_named_by_itself_and_in_its_folder_is_read_once(unlike_listings, has_sizes):
+  unlike_listings += [] if has_sizes else ['sizes']
+  for url in ('flaky://data/*.txt', 'flaky://data/a.txt', 'flaky://data', 'flaky://data/a.txt'):
+    find_files(url, WHERE)
+  assert FlakyStore.reads.count('a.txt') == 1
+
+
+def test_each_part_of_a_large_file_counts_as_progress(monkeypatch):
+  noted = []
+  monkeypatch.setattr(fetched_files, 'note_progress', noted.append)
+  find_files('flaky://data/a.txt', WHERE)
+  assert noted[0] == 'fetching a.txt' and noted[-1] == 'fetched a.txt'
+
+
 def test_a_copy_that_was_cut_or_never_finished_is_made_again():
   (file,) = find_files('flaky://data/a.txt', WHERE)
   os.truncate(file, 3)
