@@ -202,10 +202,14 @@ def type_limits(encoder: TransformerEncoder) -> dict[str, IdLimit]:
 
 
 def _are_next_tokens(ids_BT: np.ndarray, labels_BT: np.ndarray, weights_BT: np.ndarray) -> bool:
-  """Whether most places have a weight, and at nearly all of these the label is the id after the place."""
-  places = np.broadcast_to(weights_BT != 0, np.shape(ids_BT))[:, :-1]
-  after = np.asarray(labels_BT)[:, :-1] == np.asarray(ids_BT)[:, 1:]
-  return places.sum() > places.size / 2 and bool(after[places].mean() > 0.9)
+  """Whether most places have a weight, and at nearly all of these that change the id the label is the id after."""
+  if not np.shape(ids_BT) == np.shape(labels_BT) == weights_BT.shape or weights_BT.ndim != 2:
+    return False
+  places = weights_BT[:, :-1] != 0
+  here, after = np.asarray(ids_BT)[:, :-1], np.asarray(ids_BT)[:, 1:]
+  changes = places & (here != after)  # Where a row repeats an id, as made-up rows may, nothing can be told.
+  is_after = np.asarray(labels_BT)[:, :-1] == after
+  return places.sum() > places.size / 2 and changes.any() and bool(is_after[changes].mean() > 0.9)
 
 
 def check_tokens(

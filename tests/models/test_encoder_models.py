@@ -345,6 +345,8 @@ def test_mistakes_are_named():
   with pytest.raises(ConfigError, match=r'text: each of its labels is the next token of the row, which a MaskedLang'):
     model.check_input(rows, next_tokens)
   model.check_input(rows, {**next_tokens, 'labels': ids})
+  one = np.zeros((B, T), np.int32)
+  model.check_input(rows, {**next_tokens, 'ids': one, 'labels': one})  # Made-up rows of one id.
   with pytest.raises(ConfigError, match=r'masked language model needs a weight for each token, \[5, 9\]'):
     model.apply(variables, {**batch, 'weights': np.ones(B, np.float32)})
   with pytest.raises(
