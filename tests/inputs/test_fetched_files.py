@@ -106,18 +106,18 @@ def test_a_changed_object_is_copied_again_and_a_removed_one_is_left_out(store, c
 @pytest.fixture
 def unlike_listings(monkeypatch):
   """A question about one object has more fields than a listing, as in S3, and a listing has no sizes, as on the web."""
-  info, ls, listed = FlakyStore.info, FlakyStore.ls, []
+  info, find, listed = FlakyStore.info, FlakyStore.find, []
   without_sizes = []
 
-  def ls_(self, path, detail=True, **kwargs):
+  def find_(self, path, **kwargs):
     listed.append(path)
-    found = ls(self, path, detail=detail, **kwargs)
-    return [{**each, 'size': None} for each in found] if detail and without_sizes else found
+    found = find(self, path, **kwargs)
+    return {name: {**each, 'size': None} for name, each in found.items()} if without_sizes else found
 
   def info_(self, path, **kwargs):
     return info(self, path, **kwargs) | ({} if listed and not without_sizes else {'ContentType': 'text/plain'})
 
-  monkeypatch.setattr(FlakyStore, 'ls', ls_)
+  monkeypatch.setattr(FlakyStore, 'find', find_)
   monkeypatch.setattr(FlakyStore, 'info', info_)
   monkeypatch.setattr(FlakyStore, 'invalidate_cache', lambda self, path=None: listed.clear())
   return without_sizes
