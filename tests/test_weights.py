@@ -162,6 +162,11 @@ def test_a_weight_drawn_alone_is_that_of_a_larger_program_and_is_quick_to_compil
   assert quick._cache_size() == compiled
 
 
+def test_a_key_may_be_an_array_of_numpy():
+  weight, raw = WeightHParams((3, 5), WeightInit.Gaussian(0.7)), np.array([0, 1], np.uint32)
+  np.testing.assert_array_equal(init_weight(weight, raw), init_weight(weight, jax.random.key(1)))
+
+
 def test_dtype_of_the_declaration_is_that_of_the_value():
   for dtype in (jnp.bfloat16, jnp.float32, jnp.int32):
     weight = WeightHParams((3,), init=WeightInit.Constant(2.0), dtype=dtype)

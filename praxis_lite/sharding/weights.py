@@ -391,6 +391,7 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
     values = each(lambda k: _delta_orthogonal(k, shape, init.scale, draw_dtype))(keys)
   else:
     scale, draw = init.scale * _scale_of_shape(scaling, weight), _draw
+    keys = jnp.asarray(keys)  # They may be an array of NumPy.
     is_traced = isinstance(keys, jax.core.Tracer)
     if not is_traced and len(devices := keys.devices()) == 1 and math.prod(weight.full_shape) < FEW_TO_DRAW:
       draw = _quick_draw(next(iter(devices)).platform)
