@@ -27,9 +27,10 @@ def open_file_system(url: str, where: str = '', **options: object) -> tuple[Abst
   shown = remove_secrets(url)
   named = f'{where} = {shown!r}' if where else shown
   if has_lost_secret(url):
+    example = f', as in --set {where}=...' if where else ''
     raise ConfigError(
-      f'{named}: passwords are not recorded; give the URL again, as in --set {where or "path"}=..., or one without a '
-      'password, and store the credentials where the package of its scheme looks for them'
+      f'{named}: passwords are not recorded; give the URL again{example}, or one without a password, and '
+      'store the credentials where the package of its scheme looks for them'
     )
   try:
     import fsspec.core
