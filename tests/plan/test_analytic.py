@@ -1,5 +1,7 @@
 """What is read from lowered programs: fused attention, what is stored, what runs beside work; nothing is compiled."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -422,3 +424,20 @@ def test_convolutions_and_their_gradients_count_the_elements_that_meet(stride, g
   met, features, read = {1: 22, 2: 11}[stride], 4 // groups, 2 if groups > 1 else 4
   assert [product.flops for product in products] == [2 * 2 * met**2 * features * 4] * 3
   assert products[0].bytes == 4 * (2 * 64 * read + 9 * features * 4 + 2 * (8 // stride) ** 2 * 4)
+
+
+def test_what_reads_a_value_that_comes_late_comes_later(monkeypatch):
+  class Operation:
+    def __init__(self, name, *operands):
+      self.name, self.operands, self.results, self.operation = name, operands, (object(),), self
+
+  state = object()
+  value = Operation('stablehlo.multiply', state)
+  reader = Operation('stablehlo.add', value.results[0])
+  reduction = Operation('sdy.all_reduce', value.results[0])
+  gather = Operation('sdy.all_gather', state)
+  body = SimpleNamespace(operations=[value, reader, reduction, gather, Operation('stablehlo.return', state)])
+  monkeypatch.setattr(local_overlap, 'changing_state', lambda body: [(state, state)])
+  overlapping = local_overlap.Overlapping(set(), {reduction})
+  order = local_overlap.order_on_gpus(body, overlapping, SimpleNamespace(bytes=lambda value: 2**21))
+  assert order.index(value) < order.index(reader)

@@ -93,7 +93,13 @@ def _only_for(late: set[ir.Operation], operations: Sequence[ir.Operation], neede
   for op in operations:
     if op in free and not after.isdisjoint(op.operands):
       after.update(op.results)
-  return {op for op in free if not (before | after).isdisjoint(op.results)}
+  last: set[ir.Operation] = set()
+  moved: set[ir.Value] = set()
+  for op in operations:  # What reads a value that comes later comes later too.
+    if op in free and not ((before | after).isdisjoint(op.results) and moved.isdisjoint(op.operands)):
+      last.add(op)
+      moved.update(op.results)
+  return last
 
 
 def _is_waited_for(op: ir.Operation, overlapping: Overlapping, sizes: Sizes) -> bool:
