@@ -13,15 +13,12 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, NamedTuple
 
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.common.errors import CheckpointError, ConfigError, error_summary
 from praxis_lite.common.file_systems import open_file_system
 from praxis_lite.common.foreign_text import remove_secrets
-
-if TYPE_CHECKING:
-  pass
 
 _BLOCK = 1 << 23
 _READING = 'reading '
