@@ -10,7 +10,7 @@ import shutil
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, DataError
@@ -172,6 +172,14 @@ def test_a_store_that_keeps_failing_is_an_error_with_the_file(how, told):
 def test_a_url_without_files_is_an_error(path):
   with pytest.raises(DataError, match=r'datasets\[0\]\.path: there are no files at flaky://'):
     find_files(path, WHERE)
+
+
+def test_no_object_is_written_outside_of_its_folder(store, tmp_path):
+  outside = '/data/deep/../../outside.txt'
+  FlakyStore.store[outside] = MemoryFile(store, outside, b'x')
+  with pytest.raises(DataError, match=r'cannot be listed: OSError: .*outside\.txt has a name that leaves its folder'):
+    find_files('flaky://data/**/*.txt', WHERE)
+  assert not list(tmp_path.rglob('outside*'))
 
 
 def test_an_empty_file_is_copied(store):
