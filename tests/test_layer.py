@@ -767,6 +767,8 @@ def test_a_declared_child_is_no_hyperparameter():
     layer.absent  # noqa: B018
   with pytest.raises(UnknownFieldError, match=r"has no attribute or child 'frist'\. Did you mean 'first'\?"):
     layer.frist  # noqa: B018
+  with pytest.raises(UnknownFieldError, match=r"has no attribute or child 'sub_tp'\. Did you mean 'sub_tpl'\?"):
+    layer.sub_tp  # noqa: B018
 
 
 def test_a_child_that_is_declared_in_another_way_is_explained():

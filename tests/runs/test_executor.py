@@ -369,9 +369,9 @@ def test_evaluating_without_a_checkpoint_is_an_error(tmp_path):
 
 def test_what_cannot_be_run_is_told_before_anything_is_compiled(tmp_path):
   config = tiny_run(1)
-  with pytest.raises(ConfigError, match='exactly one input must have is_training=True, and 0 of 1 have it'):
+  with pytest.raises(ConfigError, match='exactly one input must have is_training=True, and 0 of 1 have it; set it for'):
     run_train(config._replace(datasets=config.datasets[1:]), tmp_path)
-  with pytest.raises(ConfigError, match='and 2 of 3 have it'):
+  with pytest.raises(ConfigError, match='and 2 of 3 have it; to train on several, mix them'):
     run_train(config._replace(datasets=[config.datasets[0], *config.datasets]), tmp_path)
   with pytest.raises(ConfigError, match="2 inputs are called 'valid'"):
     run_train(config._replace(datasets=[*config.datasets, config.datasets[1]]), tmp_path)

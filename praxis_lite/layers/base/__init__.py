@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from praxis_lite.common.config import Config, Configurable, build_at, target, template
+from praxis_lite.common.config import Config, Configurable, build_at, field_names, target, template
 from praxis_lite.common.config.editing import set_up
 from praxis_lite.common.errors import ConfigError, UnknownFieldError, check_range, did_you_mean
 from praxis_lite.common.figures import number_of
@@ -317,7 +317,7 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       where = f'{self.path_name} ({type(self).__name__})'
       if name in self._weights:
         raise UnknownFieldError(f'{where}: {name!r} is a variable; read it in a call as self.theta.{name}')
-      close = did_you_mean(name, self._names - self._weights.keys())
+      close = did_you_mean(name, {*(self._names - self._weights.keys()), *(field_names(type(self)) or ())})
       inherits = '; its setup() may lack super().setup()' if _overrides_a_setup(type(self)) else ''
       raise UnknownFieldError(
         f'{where} has no attribute or child {name!r}.{close} A child is made in setup() by '

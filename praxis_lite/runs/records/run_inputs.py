@@ -93,7 +93,7 @@ class Datasets(NamedTuple):
     if len(training) != 1:
       raise ConfigError(
         f'{self.name}(): exactly one input must have is_training=True, and {len(training)} of {len(self.inputs)} have '
-        'it; to train on several, mix them in a MixtureInput'
+        f'it; {"to train on several, mix them in a MixtureInput" if training else "set it for the one to train on"}'
       )
     return training[0]
 
