@@ -216,6 +216,31 @@ def test_code_of_a_user_that_a_helper_file_or_set_brought_is_trusted_too(user, c
   assert 'helper_of_consents is not one of' in show(capsys, user / 'other', code=2)
 
 
+def test_a_changed_file_is_refused_also_if_an_unchanged_one_imports_it(user, capsys, monkeypatch):
+  layers = user / 'layers_of_consents.py'
+  layers.write_text('from praxis_lite.layers import Linear\n\n\nclass Mine(Linear):\n  gain: int = 1\n')
+  file = user / f'{NAME}.py'
+  text = file.read_text().replace(
+    'class TinyModel(BaseModel):', 'class TinyModel(BaseModel):\n  part_tpl: Config = template(Mine)'
+  )
+  imports = 'from layers_of_consents import Mine\nfrom praxis_lite import template\n'
+  file.write_text(text.replace('import jax.numpy as jnp\n', f'import jax.numpy as jnp\n{imports}', 1))
+  more = ['--set=task.train.num_train_steps=1', '--nocompilation_cache']
+  call(capsys, 'train', f'--exp={file}:Tiny', f'--job_log_dir={user / "both"}', *more)
+
+  def show_both(*arguments, code=0):
+    monkeypatch.delitem(sys.modules, layers.stem, raising=False)
+    return show(capsys, user / 'both', *arguments, code=code)
+
+  assert 'TinyModel' in show_both()
+  for trusted in (layers, file):  # A file that imports a changed one may be named in its place.
+    layers.write_text(f'{layers.read_text()}\n')
+    line = show_both(code=2)
+    assert f'{layers} has changed since you trained the run.' in line and f'--trust={layers} ' in line
+    assert 'TinyModel' in show_both(f'--trust={trusted}')
+    assert 'TinyModel' in show_both()
+
+
 def test_a_default_that_its_user_edited_is_as_recorded_on_the_command_line(user, capsys):
   file, run = user / f'{NAME}.py', f'--job_log_dir={user / "run"}'
   text = file.read_text()

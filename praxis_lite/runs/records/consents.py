@@ -76,11 +76,31 @@ def renew_consent(record: str) -> None:
 def files_of_user(record: str) -> set[str]:
   """Returns the files of the modules that the content of a `run.json` names, except files of installed packages."""
   files = set()
-  for name in set(re.findall(r'"([\w.]+):[\w.]+"', record)) - {'__main__'}:  # An import of a script would run it.
+  for name in _modules_in(record):
     file = os.path.realpath(getattr(sys.modules.get(name), '__file__', None) or '')
     if file.endswith('.py') and not is_of_others(name) and not {'site-packages', 'dist-packages'} & {*Path(file).parts}:
       files.add(file)
   return files
+
+
+def module_that_changed(record: str, config: str) -> str | None:
+  """Returns a module that a config names, and whose file has changed since it was consented to; None if there is none.
+
+  A module that this process has imported does not count: the user named it, or has imported it in a program. Without
+  this check, an unchanged file could import a changed one.
+
+  Args:
+    record: the digest of `run.json`.
+    config: the config in it, as JSON.
+  """
+  changed = {Path(file).stem for file, is_same in consented_files(record).items() if not is_same}
+  names = sorted(_modules_in(config) - sys.modules.keys()) if changed else []
+  return next((name for name in names if name.rpartition('.')[2] in changed), None)
+
+
+def _modules_in(record: str) -> set[str]:
+  """Returns the modules that JSON names, except `__main__`: an import of a script would run it."""
+  return set(re.findall(r'"([\w.]+):[\w.]+"', record)) - {'__main__'}
 
 
 def _folder() -> Path | None:

@@ -34,6 +34,7 @@ from praxis_lite.runs.records.consents import (
   files_changed_since_training,
   files_of_user,
   give_consent,
+  module_that_changed,
   renew_consent,
 )
 from praxis_lite.runs.records.launch import Launch, read_launch, this_launch
@@ -115,6 +116,8 @@ class RunRecord:
       roots, other = decode(dict(self._encoded), modules, self._edited)
     except UntrustedError:
       registry.load_all()  # Imports the user's experiments, and with them the modules that they need.
+      if changed := module_that_changed(self._digest, json.dumps(self._encoded)):
+        raise UntrustedError(f'{changed} is not one of the packages that a recorded config may name', changed) from None
       modules += map(registry.load_module, sorted(self.consented_files()))
       roots, other = decode(dict(self._encoded), modules, self._edited)
     return roots if isinstance(roots, dict) else {}, other
