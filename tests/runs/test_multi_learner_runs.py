@@ -21,7 +21,7 @@ from praxis_lite.instruments.explain import parameter_table, summarize
 from praxis_lite.instruments.explain.report import explain_task
 from praxis_lite.instruments.verification import verify
 from praxis_lite.runs import run_train
-from praxis_lite.runs.loop.job import _describe_long_warmups, _describe_raw_lines
+from praxis_lite.runs.loop.job import _describe_long_warmups, _describe_raw_lines, _describe_seen_examples
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.training.learning import Learner, LearnerRule, LinearWarmupCosine, MultiLearner
 
@@ -84,6 +84,20 @@ def test_json_lines_that_are_read_as_plain_text_are_warned_of() -> None:
   for path, told in (('a.txt', 0), ('a.jsonl', 1), (['a.txt', 'b/*.jsonl'], 1), (Config(open), 0)):
     config.datasets = [Config(TextInput, path=path, seq_len=4, batch_size=2)]
     assert len(list(_describe_raw_lines(config))) == told
+
+
+def test_an_evaluation_on_the_examples_of_training_is_warned_of() -> None:
+  train = Config(TextInput, name='train', path='a.txt', seq_len=4, batch_size=2, is_training=True)
+  config = tiny_run(1)
+  for other, told in (
+    ({}, 1),
+    ({'batch_size': 3, 'shuffle': False}, 1),
+    ({'path': 'b.txt'}, 0),
+    ({'split': 'validation'}, 0),
+  ):
+    config.datasets = [train, train.clone(name='valid', is_training=False, **other)]
+    lines = list(_describe_seen_examples(config))
+    assert len(lines) == told and all('datasets[1].path: evaluation reads the same examples' in x for x in lines)
 
 
 def test_other_rules_are_refused_before_anything_is_compiled(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -137,7 +138,13 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
     inputs=inputs,
     corruption=CorruptionPolicy(directory, options.on_corruption, elastic=options.elastic, most=most),
     loggers=loggers,
-    lines=[*_describe(task, partitioned, fit, devices), *_describe_raw_lines(config), *out, *left_out],
+    lines=[
+      *_describe(task, partitioned, fit, devices),
+      *_describe_raw_lines(config),
+      *_describe_seen_examples(config),
+      *out,
+      *left_out,
+    ],
   )
 
 
@@ -244,6 +251,23 @@ def _describe_long_warmups(task: SingleTask) -> Iterator[str]:
     if isinstance(warmup, int) and warmup > steps:
       field = '.'.join(filter(None, ['task.train.learner', path, 'schedule.warmup_steps']))
       yield f'warning: {field} = {warmup}: the run ends at step {steps}, before the learning rate has reached its peak'
+
+
+def _describe_seen_examples(config: ExperimentConfig) -> Iterator[str]:
+  """Yields a warning for each dataset that evaluates on the files of training, and on the same part of them."""
+  how_read = re.compile(
+    r'^data\.(name|is_training|batch_size|seed|shuffle|num_epochs|drop_remainder)( = |: ).*\n?', re.M
+  )
+  examples = [how_read.sub('', to_text(dataset, 'data')) for dataset in config.datasets]
+  trained_on = {
+    text for text, data in zip(examples, config.datasets, strict=True) if getattr(data, 'is_training', False)
+  }
+  for i, (text, data) in enumerate(zip(examples, config.datasets, strict=True)):
+    if text in trained_on and getattr(data, 'path', None) and not data.is_training:
+      yield (
+        f'warning: datasets[{i}].path: evaluation reads the same examples as training, so its metrics do not show how '
+        f"good the model is on others; name other files: --set 'datasets[{i}].path=...'"
+      )
 
 
 def _describe_raw_lines(config: ExperimentConfig) -> Iterator[str]:
