@@ -12,11 +12,14 @@ import pytest
 
 import praxis_lite
 from praxis_lite.bridges.hf import export_run, import_run, write_model
+from praxis_lite.bridges.hf.runs import _describe_chat_end
 from praxis_lite.cli.main import main
 from praxis_lite.common.config import Config
 from praxis_lite.inputs import HfTokenizer, SyntheticLMInput, TextInput
 from praxis_lite.models import transformer_lm
+from praxis_lite.models.decoding import Sampler
 from praxis_lite.runs.executor import run_train
+from praxis_lite.runs.imported_files import tokenizer_in
 from praxis_lite.runs.records.record import read_record
 
 GUIDE = Path(__file__).parents[2] / 'docs' / 'hugging-face.md'
@@ -107,6 +110,28 @@ def test_the_commands_of_the_guide_to_preferences(chat_model, tmp_path, monkeypa
   tuned, preferred = ({path.name for path in Path('exported', name).iterdir()} for name in ('tuned', 'preferred'))
   assert tuned == preferred >= {'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'config.json'}
   assert 'chat_template' in json.loads(Path('exported/preferred/tokenizer_config.json').read_text())
+
+
+def test_a_chat_template_whose_end_does_not_stop_decoding_is_told(chat_model):
+  file = chat_model / 'tokenizer_config.json'
+  settings = json.loads(file.read_text())
+  tokenizer = tokenizer_in(chat_model)
+  for end, stop_ids, told in (
+    ('{{ eos_token }}', (), 'stop_ids=(1,)'),
+    ('{{ eos_token }}', (0,), 'stop_ids=(0, 1)'),
+    ('{{ eos_token }}', (1,), ''),
+    ('', (), ''),
+  ):
+    template = '{% for m in messages %}{{ m.role }}: {{ m.content }}' + end + '\n{% endfor %}'
+    prompt = '{% if add_generation_prompt %}assistant: {% endif %}'
+    file.write_text(json.dumps(settings | {'chat_template': template + prompt}))
+    lines = list(_describe_chat_end(Config(Sampler, stop_ids=stop_ids), tokenizer))
+    assert len(lines) == bool(told) and all(told in line and 'end with token 1,' in line for line in lines)
+  del settings['chat_template']
+  file.write_text(json.dumps(settings))
+  assert not list(_describe_chat_end(Config(Sampler), tokenizer)) and not list(
+    _describe_chat_end(Config(Sampler), None)
+  )
 
 
 @pytest.mark.slow

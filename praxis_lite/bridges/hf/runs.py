@@ -149,6 +149,7 @@ def import_run(
     f'{checkpoint.folder}: {checkpoint.family.model_type}, {number_of(size, "parameter")} in {kinds}',
     *checkpoint.notes,
     *unused,
+    *(_describe_chat_end(config.task.model.decoder_tpl, tokenizer_in(checkpoint.folder)) if has_decoder else ()),
   ]
   if config.datasets and getattr(config.datasets[0], 'tokenizer_tpl', None) == Config(HfTokenizer, path=REQUIRED):
     lines.append(f'there is no tokenizer beside it; {HOW_TO_SET_TOKENIZER}')
@@ -164,6 +165,23 @@ def _check_tokenizer(config: ExperimentConfig, folder: str, assets: Path) -> Non
     with contextlib.suppress(ConfigError):  # The package that reads it may be missing here, which is no error yet.
       built = tokenizer.instantiate()
       _ = built.vocab_size, built.special_ids
+
+
+def _describe_chat_end(decoder: Config, tokenizer: Config | None) -> Iterator[str]:
+  """Yields a line if the chat template ends an answer by a special token that does not stop `decoder`."""
+  if tokenizer is None:
+    return
+  chat = [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
+  with contextlib.suppress(UserError):  # Without a template, or a package that reads it, there are no chats.
+    built = tokenizer.instantiate()
+    ids, is_answer = built.chat_tokens(chat)
+    answer = [int(i) for i in ids[is_answer]]
+    ends = [i for i in answer if i in built.control_ids]
+    if ends and not {*answer} & {*decoder.stop_ids}:
+      yield (
+        f'chat answers end with token {ends[-1]}, which does not stop decoding; if the model has learned to end so: '
+        f"--set 'task.model.decoder_tpl.stop_ids={(*decoder.stop_ids, ends[-1])}'"
+      )
 
 
 @contextlib.contextmanager
