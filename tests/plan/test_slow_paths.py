@@ -21,7 +21,7 @@ from praxis_lite.instruments.plan.links import Links
 from praxis_lite.instruments.plan.slow_operations import find_slow_operations
 from praxis_lite.instruments.plan.topology import parse_topology
 from praxis_lite.layers import Linear, MoeFeedForward, MultiHeadAttention
-from praxis_lite.runs.loop import job
+from praxis_lite.runs.loop import run_description
 from praxis_lite.sharding.mesh import abstract_mesh
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.slow_paths import SlowPath, describe_slow_paths, find_slow_paths
@@ -100,10 +100,11 @@ def test_plan_and_check_name_them_with_their_layers(monkeypatch):
 
 
 def test_the_first_lines_of_train_name_them(monkeypatch):
-  task, inputs = task_and_inputs(small_lm((1, 1, 1)))
-  monkeypatch.setattr(job, 'accelerator_of', lambda kind: ACCELERATORS['h100'])
+  config = small_lm((1, 1, 1))
+  task, inputs = task_and_inputs(config)
+  monkeypatch.setattr(run_description, 'accelerator_of', lambda kind: ACCELERATORS['h100'])
   partitioned = PartitionedTask(task, inputs, mesh=task.create_mesh(jax.devices()[:1]))
-  lines = list(job._describe(task, partitioned, '', None))
+  lines = list(run_description.describe_run(config, task, partitioned, '', None))
   (line,) = [line for line in lines if line.startswith('slow path: ')]
   assert 'layers, such as lm.' in line and 'products of float32' in line
 

@@ -16,12 +16,10 @@ import praxis_lite
 from praxis_lite.common.config import Config
 from praxis_lite.common.config.overrides import apply_overrides
 from praxis_lite.common.errors import CheckpointError
-from praxis_lite.inputs import TextInput
 from praxis_lite.instruments.explain import parameter_table, summarize
 from praxis_lite.instruments.explain.report import explain_task
 from praxis_lite.instruments.verification import verify
 from praxis_lite.runs import run_train
-from praxis_lite.runs.loop.job import _describe_long_warmups, _describe_raw_lines, _describe_seen_examples
 from praxis_lite.runs.nonfinite import NonFiniteError
 from praxis_lite.training.learning import Learner, LearnerRule, LinearWarmupCosine, MultiLearner
 
@@ -55,49 +53,6 @@ def test_a_resumed_run_ends_with_the_same_bits_and_evaluates_its_averages(tmp_pa
   run = praxis_lite.open_run(tmp_path / 'whole')
   assert np.array_equal(run.load(ema=False).variables['v'], run.load(ema=True).variables['v'])
   assert not np.array_equal(run.load(ema=False).variables['w'], run.load(ema=True).variables['w'])
-
-
-def test_a_warmup_that_the_run_does_not_finish_is_warned_of() -> None:
-  def told(config: Any) -> list[str]:
-    return list(_describe_long_warmups(config.task.instantiate()))
-
-  config = tiny_run(1, num_train_steps=4)
-  assert not told(config)
-  warm = Config(LinearWarmupCosine, warmup_steps=5)
-  config.task.train.learner.schedule = warm
-  (line,) = told(config)
-  assert line.startswith('warning: task.train.learner.schedule.warmup_steps = 5: the run ends at step 4, before')
-  config.task.train.num_train_steps = 5
-  assert not told(config)
-  config.task.train.learner.schedule = lambda step: 1.0
-  assert not told(config)
-  several = two_rates(num_train_steps=4)
-  assert not told(several)
-  several.task.train.learner.rules[1].learner.schedule = warm
-  (line,) = told(several)
-  assert line.startswith('warning: task.train.learner.rules[1].learner.schedule.warmup_steps = 5: ')
-
-
-def test_json_lines_that_are_read_as_plain_text_are_warned_of() -> None:
-  config = tiny_run(1)
-  assert not list(_describe_raw_lines(config))
-  for path, told in (('a.txt', 0), ('a.jsonl', 1), (['a.txt', 'b/*.jsonl'], 1), (Config(open), 0)):
-    config.datasets = [Config(TextInput, path=path, seq_len=4, batch_size=2)]
-    assert len(list(_describe_raw_lines(config))) == told
-
-
-def test_an_evaluation_on_the_examples_of_training_is_warned_of() -> None:
-  train = Config(TextInput, name='train', path='a.txt', seq_len=4, batch_size=2, is_training=True)
-  config = tiny_run(1)
-  for other, told in (
-    ({}, 1),
-    ({'batch_size': 3, 'shuffle': False}, 1),
-    ({'path': 'b.txt'}, 0),
-    ({'split': 'validation'}, 0),
-  ):
-    config.datasets = [train, train.clone(name='valid', is_training=False, **other)]
-    lines = list(_describe_seen_examples(config))
-    assert len(lines) == told and all('datasets[1].path: evaluation reads the same examples' in x for x in lines)
 
 
 def test_other_rules_are_refused_before_anything_is_compiled(tmp_path: Any) -> None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.common.accelerators import accelerator_of
-from praxis_lite.common.config import target
 from praxis_lite.common.config.text import to_text
 from praxis_lite.common.errors import ConfigError, UserError, did_you_mean, first_lines, prefix_errors
-from praxis_lite.common.figures import format_axes, number_of
-from praxis_lite.inputs import TextInput
-from praxis_lite.layers.dot_product import many_logits
-from praxis_lite.layers.implementations import describe_implementations
-from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runs.answers import AnswerSampling
 from praxis_lite.runs.corruption import CorruptionPolicy, check_has_replicas, process_seats
 from praxis_lite.runs.determinism import rotate_devices
@@ -27,6 +19,7 @@ from praxis_lite.runs.improvement import Watched, watched_metrics
 from praxis_lite.runs.loggers.base import Logger
 from praxis_lite.runs.loggers.of_run import build_loggers
 from praxis_lite.runs.loop.options import TrainOptions
+from praxis_lite.runs.loop.run_description import describe_run
 from praxis_lite.runs.programs import DecodeProgram, EvalProgram, InputProgram, TaskOnMesh
 from praxis_lite.runs.records.faulty_devices import FAULTY_DEVICES, leave_out_quarantined
 from praxis_lite.runs.records.record import recorded_seed
@@ -36,11 +29,8 @@ from praxis_lite.runs.sized_steps import SizedSteps
 from praxis_lite.runs.task_files import task_file_programs
 from praxis_lite.runs.throughput import StartupTimes
 from praxis_lite.sharding.mesh import abstract_mesh, check_mesh_size
-from praxis_lite.training.adapters import describe_untypical_training
 from praxis_lite.training.experiment import ExperimentConfig
-from praxis_lite.training.learning.multi_learner import nested_learners
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.slow_paths import describe_slow_paths, find_slow_paths
 from praxis_lite.training.taps import StepTaps, step_taps
 from praxis_lite.training.task import SingleTask
 
@@ -138,13 +128,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
     inputs=inputs,
     corruption=CorruptionPolicy(directory, options.on_corruption, elastic=options.elastic, most=most),
     loggers=loggers,
-    lines=[
-      *_describe(task, partitioned, fit, devices),
-      *_describe_raw_lines(config),
-      *_describe_seen_examples(config),
-      *out,
-      *left_out,
-    ],
+    lines=[*describe_run(config, task, partitioned, fit, devices), *out, *left_out],
   )
 
 
@@ -241,82 +225,3 @@ def _check_metric(metric: str, splits: Mapping[str, Sequence[str]]) -> None:
   if not metric.startswith(('train/', 'decode/')) and not any(f'/{name}'.endswith(f'/{metric}') for name in known):
     close = did_you_mean(metric, [*known, *(name for names in splits.values() for name in names)])
     raise UserError(f'--metric={metric}: no run has it.{close} They have {", ".join(known) or "no evaluation"}')
-
-
-def _describe_long_warmups(task: SingleTask) -> Iterator[str]:
-  """Yields a warning for each learner whose learning rate still rises when the run ends."""
-  steps = task.train.num_train_steps
-  for path, learner in nested_learners(task.train.learner).items():
-    warmup = getattr(learner.schedule, 'warmup_steps', None)
-    if isinstance(warmup, int) and warmup > steps:
-      field = '.'.join(filter(None, ['task.train.learner', path, 'schedule.warmup_steps']))
-      yield f'warning: {field} = {warmup}: the run ends at step {steps}, before the learning rate has reached its peak'
-
-
-def _describe_seen_examples(config: ExperimentConfig) -> Iterator[str]:
-  """Yields a warning for each dataset that evaluates on the files of training, and on the same part of them."""
-  how_read = re.compile(
-    r'^data\.(name|is_training|batch_size|seed|shuffle|num_epochs|drop_remainder)( = |: ).*\n?', re.M
-  )
-  examples = [how_read.sub('', to_text(dataset, 'data')) for dataset in config.datasets]
-  trained_on = {
-    text for text, data in zip(examples, config.datasets, strict=True) if getattr(data, 'is_training', False)
-  }
-  for i, (text, data) in enumerate(zip(examples, config.datasets, strict=True)):
-    if text in trained_on and getattr(data, 'path', None) and not data.is_training:
-      yield (
-        f'warning: datasets[{i}].path: evaluation reads the same examples as training, so its metrics do not show how '
-        f"good the model is on others; name other files: --set 'datasets[{i}].path=...'"
-      )
-
-
-def _describe_raw_lines(config: ExperimentConfig) -> Iterator[str]:
-  """Yields a warning for each dataset that reads JSON Lines as plain text."""
-  for i, dataset in enumerate(config.datasets):
-    built, path = target(dataset), getattr(dataset, 'path', None)
-    paths = [path] if isinstance(path, str) else path if isinstance(path, list | tuple) else []
-    if not (isinstance(built, type) and issubclass(built, TextInput)):
-      continue
-    if raw := [each for each in paths if str(each).endswith('.jsonl')]:
-      yield (
-        f'warning: datasets[{i}].path: {raw[0]} is read as plain text, with the braces and names of JSON; '
-        '`praxis-lite tokenize` reads a field of each line, and TokenizedInput its rows'
-      )
-
-
-def _describe(
-  task: SingleTask, partitioned: PartitionedTask, fit: str, devices: Sequence[jax.Device] | None
-) -> Iterator[str]:
-  """Yields lines about the task, the devices it trains on, and the implementations of its layers."""
-  mesh, ids = partitioned.mesh, partitioned.inputs_shape.get('ids')
-  total, active = task.model.total_num_params, task.model.active_num_params
-  of_token = '' if active == total else f' ({active:,} active for each token)'
-  kind = mesh.devices.flat[0].device_kind
-  where = f'1 device ({kind})' if mesh.size == 1 else f'{mesh.size} devices ({kind}), mesh {format_axes(mesh.shape)}'
-  yield f'{task.name}: {number_of(total, "parameter")}{of_token} on {where}'
-  if warning := describe_untypical_training(task):
-    yield warning
-  yield from _describe_long_warmups(task)
-  if fit:
-    yield fit
-  available = jax.device_count() if devices is None else len(devices)
-  if available > mesh.size:
-    yield _describe_unused_devices(task, mesh.size, available)
-  if isinstance(ids, jax.ShapeDtypeStruct) and len(ids.shape) > 1:
-    length = ids.shape[1]
-    # For short sequences on a CPU, the implementation hardly matters.
-    platform = mesh.devices.flat[0].platform
-    if platform != 'cpu' or length**2 >= many_logits(platform):
-      yield from describe_implementations(task.model, length, packed='segment_ids' in partitioned.inputs_shape)
-  yield from describe_pipelines(task.model, partitioned.rows_of_microbatch)
-  if accelerator := accelerator_of(kind):
-    jaxpr = partitioned.train_step.trace().jaxpr
-    yield from describe_slow_paths(find_slow_paths(jaxpr, task.model, accelerator, mesh.size))
-
-
-def _describe_unused_devices(task: SingleTask, used: int, available: int) -> str:
-  """Returns a line that says that the mesh leaves devices idle, and which mesh would use all of them."""
-  names = task.mesh_axis_names or ('data',)
-  axis = names.index('data') if 'data' in names else 0
-  shape = ','.join(str(available if i == axis else 1) for i in range(len(names))) + ',' * (len(names) == 1)
-  return f'{available} devices, and the mesh uses {used}: to use all, --set "task.ici_mesh_shape=({shape})"'
