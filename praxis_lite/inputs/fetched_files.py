@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import glob
 import hashlib
 import os
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 1.0  # Before the second attempt; it doubles with each further one.
 _STREAMS = 4  # How many files are copied at once.
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # Another attempt would not help.
 _POLL_S = 0.2
 # Fields of stores that change when an object is written.
 _VERSIONS = ('ETag', 'etag', 'generation', 'mtime', 'LastModified', 'last_modified', 'updated', 'created')
@@ -142,7 +144,7 @@ def _fetch_all(fs: AbstractFileSystem, missing: list[_Object], folder: Path, whe
 
 
 def _fetch(fs: AbstractFileSystem, each: _Object, folder: Path, where: str) -> None:
-  """Copies one file, in several attempts."""
+  """Copies one file, in several attempts; raises OSError if the disk is full or cannot be written."""
   target, problem = folder / each.name, ''
   target.parent.mkdir(parents=True, exist_ok=True)
   partial = target.with_name(f'.{target.name}.{secrets.token_hex(4)}.fetching')
@@ -159,6 +161,8 @@ def _fetch(fs: AbstractFileSystem, each: _Object, folder: Path, where: str) -> N
         return
       problem = f'{number_of(size, "byte")} arrived instead of {each.size:,}'
     except Exception as error:
+      if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        raise
       problem = remove_secrets(error_summary(error))
     finally:
       partial.unlink(missing_ok=True)

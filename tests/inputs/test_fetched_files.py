@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import multiprocessing
@@ -39,6 +40,8 @@ class FlakyStore(MemoryFileSystem):
     FlakyStore.reads.append(name)
     failures = FlakyStore.failures.get(name, [])
     how = failures.pop(0) if failures else ''
+    if how == 'full':
+      raise OSError(errno.ENOSPC, 'No space left on device')
     if how == 'refused':
       raise OSError('429 slow down\nand more lines')
     super().get_file(rpath, lpath, **kwargs)
@@ -166,6 +169,13 @@ def test_a_store_that_keeps_failing_is_an_error_with_the_file(how, told):
     find_files('flaky://data/*.txt', WHERE)
   folder = fetch_files('flaky://data/b.txt', WHERE).folder
   assert sorted(entry.name for entry in folder.iterdir() if 'a.txt' in entry.name) == []
+
+
+def test_a_full_disk_is_told_at_once():
+  FlakyStore.failures['a.txt'] = ['full'] * 5
+  with pytest.raises(DataError, match=r'a\.txt cannot be copied to .*: No space left on device'):
+    find_files('flaky://data/a.txt', WHERE)
+  assert FlakyStore.reads == ['a.txt']
 
 
 @pytest.mark.parametrize('path', ['flaky://data/none.txt', 'flaky://data/*.json', 'flaky://nothing'])
