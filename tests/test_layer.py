@@ -771,6 +771,23 @@ def test_a_declared_child_is_no_hyperparameter():
     layer.sub_tp  # noqa: B018
 
 
+@pytest.mark.parametrize('name', ['setUp', 'set_up', 'setup_'])
+def test_a_setup_of_another_spelling_is_named(name):
+  def declare(self):
+    self.create_variable('w', WeightHParams((2,)))
+
+  misspelled = type('Misspelled', (Layer,), {name: declare, '__call__': lambda self, x: x * self.theta.w})
+  layer = build(misspelled)
+  with pytest.raises(
+    UnknownFieldError, match=rf"has no variable 'w'\. Its method {name} is never called; name it setup"
+  ):
+    layer.apply({}, jnp.ones(2))
+  with pytest.raises(
+    UnknownFieldError, match=rf"child 'head'\. Its method {name} is never called; name it setup\. A child"
+  ):
+    layer.head  # noqa: B018
+
+
 def test_a_child_that_is_declared_in_another_way_is_explained():
   class Bare(Layer):
     first: Scale

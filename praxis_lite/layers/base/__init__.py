@@ -42,6 +42,7 @@ from praxis_lite.layers.base import call
 from praxis_lite.layers.base.call import SideOutputs, Surroundings
 from praxis_lite.layers.base.facts import Facts
 from praxis_lite.layers.base.growth import GrownLayer
+from praxis_lite.layers.base.in_call import find_misspelled_setup
 from praxis_lite.layers.base.scope import run_in_scope
 from praxis_lite.layers.base.splits import MappedSplits
 from praxis_lite.layers.base.stored import StoredWeight
@@ -320,7 +321,8 @@ class Layer(MappedSplits, GrownLayer, Facts, Configurable):
       close = did_you_mean(name, {*(self._names - self._weights.keys()), *(field_names(type(self)) or ())})
       inherits = '; its setup() may lack super().setup()' if _overrides_a_setup(type(self)) else ''
       raise UnknownFieldError(
-        f'{where} has no attribute or child {name!r}.{close} A child is made in setup() by '
+        f'{where} has no attribute or child {name!r}.{close}{find_misspelled_setup(type(self))} A child is made in '
+        'setup() by '
         f'self.create_child({name!r}, Config(...)), a hyperparameter is an annotated attribute of the class{inherits}'
         f'{calling_line()}'
       )

@@ -231,6 +231,12 @@ class InCall:
     return frame
 
 
+def find_misspelled_setup(cls: type) -> str:
+  """Returns a sentence about a method such as `setUp`, which is never called because of its name; '' without one."""
+  name = next((name for name in vars(cls) if name != 'setup' and name.lower().replace('_', '') == 'setup'), '')
+  return f' Its method {name} is never called; name it setup.' if name else ''
+
+
 class Theta:
   """A layer's own variables as attributes, cast to the dtype the layer computes in."""
 
@@ -245,7 +251,8 @@ class Theta:
     weight = layer._weights.get(name)
     if weight is None:
       raise UnknownFieldError(
-        f'{layer.path_name} ({type(layer).__name__}) has no variable {name!r}.{did_you_mean(name, layer._weights)} '
+        f'{layer.path_name} ({type(layer).__name__}) has no variable {name!r}.'
+        f'{did_you_mean(name, layer._weights)}{find_misspelled_setup(type(layer))} '
         f'Declare it in setup(): self.create_variable({name!r}, WeightHParams(shape)){calling_line()}'
       )
     return layer._read_weight(name, layer._read_dtype(weight))
