@@ -75,6 +75,7 @@ class Mine(Right):
     self.create_child('other', linear)
 """
 
+IN_DATA = r', in data\(\), a function of the data; --traceback'
 MISTAKES = {
   # The body of a class.
   '__init__': (
@@ -253,15 +254,15 @@ MISTAKES = {
   ),
   'misspelt name in data': (
     DATA.format("return {'x': np.onse((8, 6))}"),
-    r"^AttributeError: module 'numpy' has no attribute 'onse'\. Did you mean 'ones'\? \(own\.py:\d+\); --traceback",
+    r"^AttributeError: module 'numpy' has no attribute 'onse'\. Did you mean 'ones'\? \(own\.py:\d+\)" + IN_DATA,
   ),
   'import in data': (
     DATA.format('import no_such'),
-    r"^ModuleNotFoundError: No module named 'no_such' \(own\.py:\d+\); --traceback shows how it got there$",
+    r"^ModuleNotFoundError: No module named 'no_such' \(own\.py:\d+\)" + IN_DATA + r' shows how it got there$',
   ),
   'file of data': (
     DATA.format("return np.load('nothing.npy')"),
-    r"^FileNotFoundError: .*No such file or directory: 'nothing\.npy' \(own\.py:\d+\); --traceback",
+    r"^FileNotFoundError: .*No such file or directory: 'nothing\.npy' \(own\.py:\d+\)" + IN_DATA,
   ),
 }
 

@@ -344,7 +344,7 @@ def test_few_initial_values_are_drawn_by_a_program_that_compiles_quickly_and_are
   monkeypatch.setattr(state, 'GuardedJit', recorded)
   drawn = []
   for few in (1 << 23, 0):
-    monkeypatch.setattr(state, '_FEW', few)
+    monkeypatch.setattr(state, 'FEW_TO_DRAW', few)
     drawn.append(PartitionedTask(task(shape).instantiate(), struct(batch())).init_state(jax.random.key(3)))
   assert options[0]['xla_backend_optimization_level'] == 0 and options[1] is None
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), *drawn)
