@@ -94,7 +94,7 @@ def calibrated(tmp_path, family, method, rule):
   return read_record(tmp_path / 'few').config
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'family, method, rule',
   [('llama_with_biases', 'awq', RULES['not symmetric']), ('gemma2', 'smooth', RULES['int8'])],

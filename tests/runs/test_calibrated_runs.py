@@ -103,7 +103,7 @@ def test_a_run_that_is_made_with_data_is_nearer_to_its_model(run, tmp_path, meth
     np.testing.assert_allclose(variables[path].read(whole_box(value.shape)), value, atol=1e-6)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize('percentile', [90.0, 100.0])
 def test_ranges_of_inputs_cover_a_percentage_of_the_data(run, tmp_path, percentile):
   config = dataclasses.replace(run.config, task=run.config.task.clone())
