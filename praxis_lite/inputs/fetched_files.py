@@ -20,7 +20,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +28,7 @@ from praxis_lite.common.figures import format_bytes, number_of
 from praxis_lite.common.file_systems import open_file_system
 from praxis_lite.common.files import cache_folder
 from praxis_lite.common.foreign_text import remove_secrets
+from praxis_lite.common.parallel import call_in_parallel
 from praxis_lite.common.processes import note_progress
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 1.0  # Before the second attempt; it doubles with each further one.
-_STREAMS = 4  # How many files are copied at once.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # Another attempt would not help.
 _POLL_S = 0.2
 # Fields of stores that change when an object is written.
@@ -134,13 +133,7 @@ def _fetch_all(fs: AbstractFileSystem, missing: list[_Object], folder: Path, whe
     )
   what = f'{number_of(len(missing), "file")}, {format_bytes(size)}, from {shown}'
   print(f'fetching {what} to {folder}', file=sys.stderr, flush=True)
-  with ThreadPoolExecutor(_STREAMS) as pool:
-    try:
-      for each, _ in zip(missing, pool.map(lambda each: _fetch(fs, each, folder, where), missing)):
-        note_progress(f'fetched {each.name}')
-    except BaseException:
-      pool.shutdown(cancel_futures=True)
-      raise
+  call_in_parallel(lambda each: _fetch(fs, each, folder, where), missing)
 
 
 def _fetch(fs: AbstractFileSystem, each: _Object, folder: Path, where: str) -> None:
@@ -158,6 +151,7 @@ def _fetch(fs: AbstractFileSystem, each: _Object, folder: Path, where: str) -> N
         _stamp_file(target).unlink(missing_ok=True)  # The file that it describes is replaced now.
         os.replace(partial, target)
         _stamp_file(target).write_text(_stamp(each))
+        note_progress(f'fetched {each.name}')
         return
       problem = f'{number_of(size, "byte")} arrived instead of {each.size:,}'
     except Exception as error:

@@ -18,10 +18,9 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from praxis_lite.checkpoints.best import BEST, BestCheckpoint
 from praxis_lite.checkpoints.contents import ArrayRecord, add_checksum, parse_record, remove_checksum
@@ -33,17 +32,13 @@ from praxis_lite.checkpoints.stored import check_same_run
 from praxis_lite.common.errors import CheckpointError
 from praxis_lite.common.figures import number_of
 from praxis_lite.common.files import parse_json, read_plain, remove_all
+from praxis_lite.common.parallel import call_in_parallel
 from praxis_lite.runs.cluster.object_store import FileSum, ObjectStore, StoreError, sum_of_file
 from praxis_lite.runs.records.lineage import LINEAGE
 
 _COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
 # Entries of a run directory that are useful only on the machine that wrote them.
 _OF_THE_MACHINE = ('stacks', 'profile', LINEAGE)
-# How many files of a checkpoint are copied at once.
-_STREAMS = 4
-
-S = TypeVar('S')
-T = TypeVar('T')
 
 
 class RemoteCheckpoint:
@@ -87,7 +82,7 @@ class RemoteCheckpoint:
       except DamagedError:
         return 'is missing'
 
-    damaged = {name: how for name, how in zip(self.files, _call_in_parallel(difference_of, self.files)) if how}
+    damaged = {name: how for name, how in zip(self.files, call_in_parallel(difference_of, self.files)) if how}
     if not damaged:
       try:
         self.about()
@@ -118,7 +113,7 @@ class RemoteCheckpoint:
         raise DamagedError(f'{self.url} is damaged ({name} {how})')
 
     try:
-      _call_in_parallel(get, self.files)
+      call_in_parallel(get, self.files)
       check_seal(partial, self.step, self.url)
       partial.rename(target)
     except OSError as error:
@@ -184,7 +179,7 @@ class RemoteRun:
     with being_read(folder):
       self.remove(step)
       paths = sorted(path for path in folder.rglob('*') if path.is_file())
-      files = dict(zip((path.relative_to(folder).as_posix() for path in paths), _call_in_parallel(put, paths)))
+      files = dict(zip((path.relative_to(folder).as_posix() for path in paths), call_in_parallel(put, paths)))
     sizes = self._store.sizes(f'{CHECKPOINTS}/{step}')
     if sizes != {name: file.size for name, file in files.items()}:
       raise StoreError(f'{self.url}: the files of step {step} in the store are not those that were sent')
@@ -316,13 +311,3 @@ def _difference(found: FileSum, expected: FileSum) -> str:
   if found.size != expected.size:
     return f'has {number_of(found.size, "byte")} instead of {expected.size}'
   return '' if found == expected else 'has changed'
-
-
-def _call_in_parallel(call: Callable[[S], T], items: Collection[S]) -> list[T]:
-  """Returns the results of `call` for each item; after the first error, starts no further calls."""
-  with ThreadPoolExecutor(_STREAMS) as pool:
-    try:
-      return list(pool.map(call, items))
-    except BaseException:
-      pool.shutdown(cancel_futures=True)
-      raise
