@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from praxis_lite.common.errors import ConfigError, error_summary
+from praxis_lite.common.errors import ConfigError, DataError, error_summary
 from praxis_lite.common.foreign_text import has_lost_secret, remove_secrets
 
 if TYPE_CHECKING:
   from fsspec import AbstractFileSystem
+
+
+@contextlib.contextmanager
+def store_errors(named: str) -> Iterator[None]:
+  """Turns any error of a package that reads a store into a DataError of one line, which begins with `named`."""
+  try:
+    yield
+  except DataError:
+    raise
+  except Exception as error:
+    raise DataError(f'{named}: {remove_secrets(error_summary(error))}') from error
 
 
 def open_file_system(url: str, where: str = '', **options: object) -> tuple[AbstractFileSystem, str]:

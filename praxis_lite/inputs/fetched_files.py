@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from praxis_lite.common.errors import DataError, error_summary
 from praxis_lite.common.figures import format_bytes, number_of
-from praxis_lite.common.file_systems import open_file_system
+from praxis_lite.common.file_systems import open_file_system, store_errors
 from praxis_lite.common.files import cache_folder
 from praxis_lite.common.foreign_text import remove_secrets
 from praxis_lite.common.parallel import call_in_parallel
@@ -71,7 +71,7 @@ def fetch_files(url: str, where: str) -> FetchedFiles:
   """
   fs, path = open_file_system(url, where)
   shown = remove_secrets(url)
-  with _named_errors(f'{where}: {shown}'):
+  with store_errors(f'{where}: {shown} cannot be listed'):
     fs.invalidate_cache()
     root, found, is_folder = _list_objects(fs, path.rstrip('/'))
   if not found:
@@ -205,12 +205,3 @@ def _only_one_fetches(folder: Path) -> Iterator[None]:
         note_progress(f'waiting for another process, which fetches files to {folder}')
         time.sleep(_POLL_S)
     yield
-
-
-@contextlib.contextmanager
-def _named_errors(named: str) -> Iterator[None]:
-  """Turns any error of a package that reads a store, such as s3fs, into a DataError of one line."""
-  try:
-    yield
-  except Exception as error:
-    raise DataError(f'{named} cannot be listed: {remove_secrets(error_summary(error))}') from error

@@ -16,8 +16,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple, cast
 
-from praxis_lite.common.errors import DataError, error_summary, first_line
-from praxis_lite.common.file_systems import open_file_system
+from praxis_lite.common.errors import DataError, first_line
+from praxis_lite.common.file_systems import open_file_system, store_errors
 from praxis_lite.common.files import is_url, open_plain, parse_json_line
 from praxis_lite.common.foreign_text import remove_secrets
 from praxis_lite.inputs.files import find_files
@@ -255,12 +255,6 @@ def _table_errors(where: str) -> Iterator[None]:
 # -------------------------------------------------------------------- URLs
 
 
-@contextlib.contextmanager
-def _one_line_errors(file: str) -> Iterator[None]:
-  """Turns any error of an object store's package into an error with a message of one line."""
-  try:
-    yield
-  except Exception as error:
-    if not is_url(file) or isinstance(error, DataError):
-      raise
-    raise DataError(f'{remove_secrets(file)}: {remove_secrets(error_summary(error))}') from error
+def _one_line_errors(file: str) -> contextlib.AbstractContextManager[None]:
+  """Returns a context in which an error of an object store's package becomes a DataError of one line."""
+  return store_errors(remove_secrets(file)) if is_url(file) else contextlib.nullcontext()
