@@ -24,11 +24,12 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError(f'there are no heartbeats of a run in {directory}{runs_near(directory)}')
   if values.html == '':
     raise UserError('--html is empty: name a file, as in --html=status.html')
-  status = status_of(beats, is_held=is_held(directory))
+  held = is_held(directory)
+  status = status_of(beats, is_held=held)
   if status.life == 'dead':  # Its process may have saved after its last heartbeat.
     from praxis_lite.checkpoints import saved_steps
 
-    status = status_of(beats, is_held=is_held(directory), newest=max(saved_steps(directory), default=None))
+    status = status_of(beats, is_held=held, newest=max(saved_steps(directory), default=None))
   print('\n'.join([f'{directory}: {status.lines[0]}', *status.lines[1:]]))
   if values.html:
     from praxis_lite.cli.status_page import write_status_page

@@ -130,4 +130,4 @@ def renew_masks(model: Layer, variables: NestedDict, step: jax.Array) -> NestedD
     masks = [w.renew_mask(variables, step) for w in layer._stored.values() if isinstance(w, RoundedWeight)]
     return functools.reduce(operator.or_, masks, dict(variables))
 
-  return change_variables(model, variables, renew) if has_mask_shots(model) else variables
+  return change_variables(model, variables, renew)
