@@ -40,20 +40,20 @@ class RunPrograms(NamedTuple):
 
   Attributes:
     steps: the train steps for all sizes of the batches of the training input.
-    elsewhere: the same steps with each device doing the work of another; see `TrainOptions.other_devices`.
     answers: completes these batches with answers of the model; None if they have no prompts to answer.
     evaluation: the programs for the inputs and the task files to evaluate.
     metric_names: the names of the scalar metrics of each of these programs, by split.
+    elsewhere: the train steps with each device doing the work of another, if asked for by `TrainOptions.other_devices`.
   """
 
   tasks: TaskOnMesh
   partitioned: PartitionedTask
   steps: SizedSteps
-  elsewhere: SizedSteps | None
   answers: AnswerSampling | None
   evaluation: Sequence[InputProgram]
   metric_names: dict[str, list[str]]
   watched: Watched
+  elsewhere: SizedSteps | None = None
 
 
 class TrainJob(NamedTuple):
@@ -164,7 +164,7 @@ def _trace_programs(
   questions = list(task_file_programs(tasks, inputs.config, directory, list(names)))
   names |= {program.split: program.metric_names() for program in questions}
   watched = watched_metrics(jax_task.train, names)
-  return RunPrograms(tasks, partitioned, steps, None, answers, [*evaluation, *questions], names, watched)
+  return RunPrograms(tasks, partitioned, steps, answers, [*evaluation, *questions], names, watched)
 
 
 def _healthy_devices(directory: Path, options: TrainOptions) -> tuple[Sequence[jax.Device] | None, list[str]]:
