@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from praxis_lite.common.config import Config
 from praxis_lite.common.errors import ConfigError, check_choice, check_range
 from praxis_lite.layers.base import Layer
 from praxis_lite.layers.layer_patterns import LayerPatterns
@@ -121,8 +122,7 @@ class QuantizedWeights(LayerPatterns):
     for field in ('input_scale', 'input_range'):
       if getattr(self, field) and self.trained:
         raise ConfigError(f'QuantizedWeights.{field}: weights that are trained have none; leave it False')
-    is_whole = self.format.startswith('int') and self.symmetric and self.group_size is None
-    if self.input_range and not is_whole:
+    if self.input_range and not scales_outputs(self):
       raise ConfigError(
         'QuantizedWeights.input_range: it is for integers with one scale for each output; leave out the group size and '
         'zero points, and choose int8, int4 or int2'
@@ -162,6 +162,11 @@ def _count_axes(weight: WeightHParams) -> tuple[int, int]:
   if weight.fan_in_axes is None or weight.fan_out_axes is None:
     return 1, 1
   return len(weight.fan_in_axes), len(weight.fan_out_axes)
+
+
+def scales_outputs(rule: QuantizedWeights | Config) -> bool:
+  """Whether weights become integers with one scale for each output, so that their inputs may be rounded, too."""
+  return bool(rule.format.startswith('int') and rule.symmetric and rule.group_size is None)
 
 
 class MaskShots(NamedTuple):

@@ -24,7 +24,7 @@ from praxis_lite.common.files import user_path
 from praxis_lite.common.processes import is_primary_process
 from praxis_lite.common.trees import NestedDict, leaves, path_name, select
 from praxis_lite.layers.base import Layer
-from praxis_lite.layers.quantized_weights import RoundedWeight
+from praxis_lite.layers.quantized_weights import RoundedWeight, scales_outputs
 from praxis_lite.models import quantize_weights
 from praxis_lite.models.quantization import stored_weights
 from praxis_lite.runs.calibration import SCALES_INPUTS, Calibration, calibrate_weights, describe_uncalibrated
@@ -138,7 +138,7 @@ def _rule_of_method(rule: Config, calibration: Calibration) -> Config:
   method = calibration.method
   if rule.format == 'float' or (method == 'gptq' and rule.kept is not None):
     raise ConfigError(f'method: {method} does not know which weights are kept; round to nearest, or keep all')
-  if method == 'smooth' and not (rule.symmetric and rule.group_size is None and rule.format.startswith('int')):
+  if method == 'smooth' and not scales_outputs(rule):
     raise ConfigError(
       'method: smooth is for integers with one scale for each output, whose inputs may be rounded too; choose int8, '
       'int4 or int2 without a group size and zero points, or choose awq or gptq'
