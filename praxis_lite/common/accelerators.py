@@ -151,11 +151,11 @@ def _tpu(row: str) -> Accelerator:
 #
 # First line: peaks in 1e12/s ('-' means none); memory in GB; in GB/s, the bandwidth of the memory, of all links of a
 # chip, and of its network; domain, the number of GPUs that fast links connect; and host, the number of GPUs in a host.
-# The peak f32 is that of TF32, which XLA uses by default. With float32 accumulation, GeForce cards multiply bfloat16
+# The peak f32 is for TF32, which XLA uses by default. With float32 accumulation, GeForce cards multiply bfloat16
 # and float8 at half the rate that int8 suggests. Cards without fast links communicate over one x16 slot of PCIe,
 # through the host: 32 GB/s for generation 4, 64 for generation 5.
 #
-# Second line: streaming multiprocessors, clock in GHz, MiB of the L2 cache, and the name of the device, all of which
+# Second line: streaming multiprocessors, clock in GHz, MiB of the L2 cache, and the name of the device, which
 # XLA's compiler needs; the system whose network the figures have ('-' if the network is assumed); and the source of the
 # other figures.
 _BY_XLA = '; memory and bandwidth: specs of XLA for its compiler'

@@ -110,7 +110,7 @@ def _list_objects(fs: AbstractFileSystem, path: str) -> tuple[str, list[_Object]
 def _to_object(fs: AbstractFileSystem, file: str, name: str, about: Mapping[str, Any]) -> _Object:
   if '..' in name.split('/'):
     raise OSError(f'{fs.unstrip_protocol(file)} has a name that leaves its folder')
-  if about.get('size') is None:  # Web servers list names alone.
+  if about.get('size') is None:  # Web servers list only names.
     about = fs.info(file)
   if about.get('size') is None:
     raise OSError(f'the store does not tell the size of {fs.unstrip_protocol(file)}')

@@ -157,7 +157,7 @@ class BiTemperedSoftmax(ClassLogits):
     self.create_child('loss', self.loss_tpl)
 
   def __call__(self, x: jax.Array, class_ids: jax.Array, class_weights: jax.Array | None = None) -> SoftmaxOutput:
-    """Returns the losses in place of cross entropies, whether the largest logit is that of the label, and the logits.
+    """Returns the losses in place of cross entropies, whether the label has the largest logit, and the logits.
 
     `x` is [..., D], and `class_ids` are labels [...] in [0, V). `class_weights` are not used; the caller weights the
     losses in their mean.

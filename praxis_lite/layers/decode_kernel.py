@@ -217,7 +217,7 @@ def _attend_plainly(formula: Formula, arrays: _Arrays) -> jax.Array:
 
 
 def _has_slots_last(dims: int) -> bool:
-  """Whether TPUs store a cache of vectors with so many dims in a layout whose last dimension is the slots."""
+  """Whether TPUs store a cache of vectors with `dims` dims in a layout whose last dimension is the slots."""
   return dims % LANES != 0
 
 

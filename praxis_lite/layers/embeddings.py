@@ -67,7 +67,7 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
 
 
 def sqrt_depth(layer: Layer) -> float:
-  """Returns sqrt(D). If there is a smaller model, D is that of the smaller model.
+  """Returns sqrt(D). If there is a smaller model, its D is used.
 
   With the D of the model itself, the embeddings would grow with its width.
   """

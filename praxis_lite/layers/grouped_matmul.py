@@ -39,7 +39,7 @@ from praxis_lite.sharding.mesh import device_kind, platform
 
 ProductMethod = Literal['xla', 'blocks', 'triton']
 IMPLEMENTATIONS = ('auto', 'xla', 'blocks', 'triton')
-# The tag by which policies of rematerialisation know the results: in a jaxpr, a loop does not look like a product.
+# Policies of rematerialisation find the results by this tag, because in a jaxpr a loop does not look like a product.
 GROUPED_PRODUCT = 'grouped_product'
 # The fewest and the most rows of a block, by platform. Within these limits, a block is as large as an average group:
 # small blocks read the weights too often, and large ones reach too far into the next groups. On a GPU, a loop

@@ -184,7 +184,7 @@ class LinearRotaryScaling(Configurable):
 
   @property
   def magnitude(self) -> float:
-    """The factor by which rotated queries and keys are multiplied."""
+    """Rotated queries and keys are multiplied by this factor."""
     return 1.0
 
   def __call__(self, rates_h: np.ndarray) -> np.ndarray:

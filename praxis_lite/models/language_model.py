@@ -414,7 +414,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     return RowsState(steps.start(num_rows, num_slots), jnp.zeros((num_rows, num_slots), jnp.int32))
 
   def row_axes(self, num_rows: int, num_slots: int) -> RowsState[NestedDict]:
-    """Returns for each array of a state, as `start_rows` returns it, which of its dimensions is that of the rows."""
+    """Returns the dimension of rows for each array of a state that `start_rows` returns."""
     axes = self._row_steps(num_rows, num_slots).row_axes(num_rows, num_slots)
     return RowsState(axes, 0)  # type: ignore[arg-type]
 

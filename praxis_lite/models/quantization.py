@@ -118,7 +118,7 @@ def has_mask_shots(model: Layer) -> bool:
 
 
 def renew_masks(model: Layer, variables: NestedDict, step: jax.Array) -> NestedDict:
-  """Returns variables whose masks of kept weights are those of a train step; see `QuantizedWeights.num_shots`.
+  """Returns variables with the masks of kept weights that a train step uses; see `QuantizedWeights.num_shots`.
 
   Args:
     model: the built model.

@@ -283,7 +283,7 @@ def _split_towers(config: Config, axes: _Axes) -> None:
 
 
 def _split_speech(config: Config, axes: _Axes) -> None:
-  """Splits a Conformer and, if `config` is that of a whole model, the model's other layers."""
+  """Splits a Conformer and, if `config` configures a whole model, the model's other layers."""
   _check_no_length(axes, 'a Conformer has convolutions over time')
   encoder = config if is_a(config, ConformerEncoder) else config.encoder_tpl
   subsampling = encoder.subsampling_tpl

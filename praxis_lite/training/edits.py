@@ -124,7 +124,7 @@ class Edits:
 
 
 def _arrays(name: str, edit: Edit, stacked: tuple[int, ...]) -> dict[str, Any]:
-  """Returns the arrays of an edit. Their first dimensions, of sizes `stacked`, are those of the stacks of layers."""
+  """Returns the arrays of an edit. Their first dimensions run over the stacks of layers, whose sizes are `stacked`."""
   size, value = math.prod(stacked), np.asarray(edit.add, np.float32)
   chosen = np.ones(size, bool)
   if edit.layers is not None:

@@ -95,7 +95,7 @@ class Execution:
     return sums
 
   def whole(self, path: Path, part: jax.Array) -> jax.Array:
-    """Returns the whole array, in its true shape, of which `part` is this device's shard.
+    """Returns a whole array in its true shape; `part` is this device's shard of it.
 
     The array is split like the variable `path`.
     """

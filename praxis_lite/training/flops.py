@@ -78,7 +78,7 @@ def _flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound]) -> flo
 
 
 def equation_flops(equation: core.JaxprEqn, bounds: LoopBounds) -> float:
-  """Returns the FLOPs of an equation, including programs inside it; `bounds` are those of the program around it."""
+  """Returns the FLOPs of an equation, including programs inside it; `bounds` come from the program around it."""
   name, params = equation.primitive.name, equation.params
   shapes: list[tuple[int, ...]] = [getattr(v.aval, 'shape', ()) for v in equation.invars[:3]]
   elements = math.prod(getattr(equation.outvars[0].aval, 'shape', ())) if equation.outvars else 0

@@ -214,7 +214,7 @@ def _shadowed_rules(jax_task: SingleTask) -> Iterator[Problem]:
 
 
 def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> Iterator[Problem]:
-  """Yields a problem for each pattern of the strategy by which no variable is split."""
+  """Yields a problem for each pattern of the strategy that splits no variable."""
   placements = leaves_by_path(place_task_variables(jax_task, sizes))
   strategy = jax_task.strategy or ()
   by_strategy = {path: placement for path, placement in placements.items() if placement.pattern is not None}

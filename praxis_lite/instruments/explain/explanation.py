@@ -192,8 +192,8 @@ class Explanation:
   def why(self) -> str:
     """What decided how the array is split.
 
-    If some dimensions are split, this is what decided those; if none is, what decided the last dimension; for a scalar,
-    its first remark.
+    If some dimensions are split, the text says what decided them. Otherwise, it says what decided the last dimension.
+    For a scalar, it is the first remark.
     """
     split = dict.fromkeys(d.source for d in self.dims if d.axes)
     return '; '.join(split or self.sources[-1:] or self.remarks[:1])

@@ -66,7 +66,7 @@ UNROLLED = 'praxis_lite.unrolled'
 class LocalOperation:
   """The work of an operation on one device: a product, a convolution, a fused attention or a fusion.
 
-  A fusion is a guess of which other operations XLA will fuse.
+  A fusion is a guess: XLA may fuse other operations.
   """
 
   name: str  # The names of the loops that contain it, then the name that JAX gives the operation.

@@ -258,7 +258,7 @@ class _Search:
 class Correction:
   """Corrects estimates of operations, collectives and temporaries: multiplies them by ratios.
 
-  A ratio is that of a compiled program to its estimate. The ratios for a setting come from the nearest compiled
+  A ratio divides a compiled figure by its estimate. The ratios for a setting come from the nearest compiled
   settings: those that differ from it in the fewest knobs, not counting the first knob, the mesh. If some of the nearest
   settings are on the same mesh, only these are taken.
   """

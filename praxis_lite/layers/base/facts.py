@@ -109,7 +109,7 @@ class Facts:
   def call_flops(self, target: str, shapes: Sequence[tuple[int, ...]]) -> float:
     """Returns the FLOPs of a custom call on one device; 0 leaves the call uncounted.
 
-    `target` names what is called, such as 'lapack_spotrf_ffi'; `shapes` are those of the operands on one device.
+    `target` names what is called, such as 'lapack_spotrf_ffi'; `shapes` has the shape of each operand on one device.
     """
     return 0.0
 

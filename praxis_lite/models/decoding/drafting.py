@@ -97,8 +97,8 @@ class LookupDrafter:
 class ModelDrafter(Generic[DecodingState]):
   """A `Drafter` that continues rows with a smaller model.
 
-  For each draft, it first reads the last two tokens of the row: the smaller model has not read the last guess of the
-  draft before, which may be one of them.
+  For each draft, it first reads the last two tokens of the row: the smaller model may not have read
+  the last guess of the previous draft.
   Wrong guesses need no clean-up: the state stores tokens by position, so later tokens overwrite them.
   """
 

@@ -45,7 +45,7 @@ class RowReader(Generic[DecodingState]):
   def read(
     self, ids_BM: jax.Array, number: jax.Array, done_B: jax.Array, state: DecodingState
   ) -> tuple[jax.Array, DecodingState, jax.Array]:
-    """Reads the last tokens of each row, as many as there are slots, into `state`, which `start` returned.
+    """Reads the last tokens of each row into `state`, which `start` returned; it reads one token for each slot.
 
     `ids_BM` are the continuations so far, of `number` tokens each. Rows that are done are not read.
 

@@ -36,7 +36,7 @@ class CopiesOnPeers:
   The peers are the processes `receivers`. In `folder`, this process keeps its own part and the parts that it receives.
 
   Attributes:
-    unsent: why a peer has not received the newest part of this process; '' if all peers have it.
+    unsent: the reason that a peer lacks the newest part of this process; '' if all peers have it.
     rates: how fast the last part that a peer received was sent, in bytes per second, for each peer.
   """
 
@@ -62,8 +62,8 @@ class CopiesOnPeers:
     """Gets this process's part of the newest copy whose parts are all on some host; returns what failed.
 
     A process takes its part from its own host if the part is there, and otherwise from any host that has it. `copies`
-    has copies by step: those of which this host has this process's part. A fetched copy is added to them. Copies of
-    steps up to `oldest` are ignored.
+    has, by step, the copies whose part of this process is on this host. A fetched copy is added. Copies of steps up to
+    `oldest` are ignored.
     """
     held = {(step, self._process): copy.save for step, copy in copies.items()}
     for step, file in files_in(self._folder):

@@ -50,8 +50,8 @@ class Address(NamedTuple):
 class Peers:
   """The other processes of a run, as holders of copies. All processes make one together, and close it at the end.
 
-  This process keeps the parts that it receives in `folder`. `lineage` is that of the copies; all processes pass the
-  same.
+  This process keeps the parts that it receives in `folder`. All processes pass the same
+  `lineage`, to which the copies belong.
   """
 
   def __init__(self, folder: Path, lineage: int):

@@ -36,7 +36,7 @@ def describe_run(
 
   Args:
     config, task, partitioned: what is trained; the built task, and the task on its mesh.
-    fit: a line about a mesh that was made to fit the devices; '' if the mesh is that of the task.
+    fit: a line about a mesh that was made to fit the devices; '' if the task's own mesh is used.
     devices: the devices that the run may use; None means all.
   """
   mesh, ids = partitioned.mesh, partitioned.inputs_shape.get('ids')

@@ -114,7 +114,7 @@ def _base_of_checkpoints(
 def _base_of_newest(job: TrainJob, checkpointer: Checkpointer) -> tuple[Base | None, str]:
   """Returns the base for checkpoints of this run, and a line if they will store more arrays than before, otherwise ''.
 
-  The base is that of the newest checkpoint of this run, even if the other run has a newer checkpoint by now. It leaves
+  The newest checkpoint of this run names the base, even if the other run has a newer checkpoint by now. It leaves
   out the arrays that this run may change, and those whose shape or dtype differs in this run. It is None if no array
   remains.
   """
